@@ -1,0 +1,89 @@
+# Every target works as the first command in a fresh clone on a CPU machine with Python 3.11 or newer.
+#   make demo     build an engine and artifacts from the example documents, answer a question in both arms
+#   make test     every check: style, types, tests          make lint     style and types only
+#   make format   rewrite sources in the project's style    make venv     the environment only
+#   make plugins  build the CUDA and TensorRT libraries     make clean    remove what the targets made
+#   make lock     write requirements/constraints.txt from the environment
+# Settings: PYTHON (interpreter that makes the environment), VENV (where it goes), TEST_WORKERS, PYTEST_ARGS.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?=
+VENV ?= .venv
+TEST_WORKERS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+REQUIREMENTS := requirements/runtime.txt requirements/test.txt requirements/constraints.txt
+# The stamp names the content of everything the environment is made from, so that a changed pin makes it anew.
+STAMP := $(VENV)/.installed-$(shell cat $(REQUIREMENTS) pyproject.toml setup.py | cksum | tr ' ' '-')
+SOURCES := trt_redknot tests examples run build_engine.py setup.py
+PRESENT = $(wildcard $(SOURCES))
+TYPED = trt_redknot $(wildcard build_engine.py run/*.py examples/*.py examples/*/*.py)
+CUDA_SOURCES = $(shell find plugins -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \) 2>/dev/null)
+
+.PHONY: help demo test lint format venv plugins lock clean
+
+help:
+	@sed -n '2,7s/^# \{0,1\}//p' Makefile
+
+demo: venv
+	@$(BIN)/python run/demo.py
+
+test: lint
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --durations=20 $(PYTEST_ARGS)
+
+lint: venv
+	@echo "ruff check";  $(BIN)/ruff check $(PRESENT)
+	@echo "ruff format"; $(BIN)/ruff format --check $(PRESENT)
+	@echo "mypy";        $(BIN)/mypy $(TYPED)
+ifneq ($(CUDA_SOURCES),)
+	@echo "clang-format"; $(BIN)/clang-format --dry-run --Werror $(CUDA_SOURCES)
+else
+	@echo "clang-format: no C++ or CUDA sources under plugins/"
+endif
+
+format: venv
+	@$(BIN)/ruff check --fix $(PRESENT); $(BIN)/ruff format $(PRESENT)
+ifneq ($(CUDA_SOURCES),)
+	@$(BIN)/clang-format -i $(CUDA_SOURCES)
+endif
+
+venv: $(STAMP)
+
+$(STAMP):
+	@python="$(PYTHON)"; \
+	if [[ -z "$$python" ]]; then \
+	  for candidate in python3 python3.11 python3.12 python3.13 python3.14; do \
+	    if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python="$$candidate"; break; fi; \
+	  done; \
+	fi; \
+	if [[ -z "$$python" ]]; then \
+	  echo "error: no Python 3.11 or newer on PATH, found $$(python3 --version 2>&1 || echo none). Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; \
+	fi; \
+	if ! "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	  echo "error: $$python is not Python 3.11 or newer. Name another: make PYTHON=/path/to/python3.11" >&2; exit 2; \
+	fi; \
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo "error: $$python cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; \
+	fi; \
+	if [[ ! -x "$(BIN)/python" ]]; then echo "making $(VENV) with $$("$$python" --version)"; "$$python" -m venv "$(VENV)"; fi; \
+	echo "installing the pinned requirements into $(VENV)"; \
+	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt -r requirements/test.txt -c requirements/constraints.txt; \
+	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .; \
+	rm -f "$(VENV)"/.installed-*; touch "$(STAMP)"
+
+plugins: venv
+	@$(BIN)/python setup.py build_plugins
+
+# A local version label (torch 2.13.0+cpu) names a build of the same release: the lock keeps the release.
+lock: venv
+	@{ echo "# Every package of the environment, exactly. Written by make lock."; \
+	  $(BIN)/python -m pip freeze --all --disable-pip-version-check --exclude-editable --exclude pip | sed 's/+[a-z0-9.]*$$//'; } > requirements/constraints.txt
+
+clean:
+	@rm -rf build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info trt_redknot/lib
+	@find trt_redknot tests examples run -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,92 @@
+"""How tensors of an artifact are encoded on disk, by artifact format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from trt_redknot.artifacts.contents import Part, PartSpec
+from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.ops.reference.packing import (
+    latent_row_bytes,
+    pack_latents,
+    pack_rows,
+    row_bytes,
+    unpack_latents,
+    unpack_rows,
+)
+
+
+class ArtifactFormat(StrEnum):
+    """FLOAT32 and BFLOAT16 are exact for engines of that dtype; FP8 packs latents, indexer keys and Local contributions."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FP8 = "fp8"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensors that are not packed and not always fp32."""
+        return torch.float32 if self is ArtifactFormat.FLOAT32 else torch.bfloat16
+
+    @classmethod
+    def exact_for(cls, dtype: torch.dtype) -> ArtifactFormat:
+        """The format that keeps every bit of an engine that computes in `dtype` (fp32 or bf16)."""
+        return {torch.float32: cls.FLOAT32, torch.bfloat16: cls.BFLOAT16}[dtype]
+
+
+_ALWAYS_FP32 = frozenset({Part.BOUNDARY, Part.SALIENCE})
+_LATENT_LIKE = frozenset({Part.LATENTS, Part.ENTRIES})
+_ROW_LIKE = frozenset({Part.INDEX_KEYS, Part.LOCAL})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorCodec:
+    """Encoding of one part in one format.
+
+    Attributes:
+        width: channels of the decoded tensor's last dimension.
+        rope_dim: how many of a latent's channels are rotated.
+    """
+
+    part: Part
+    format: ArtifactFormat
+    width: int
+    rope_dim: int
+
+    @classmethod
+    def of(cls, spec: PartSpec, form: ArtifactFormat, geometry: ModelGeometry) -> TensorCodec:
+        return cls(part=spec.part, format=form, width=spec.shape[-1], rope_dim=geometry.rope_dim)
+
+    @property
+    def packed(self) -> bool:
+        return self.format is ArtifactFormat.FP8 and self.part in _LATENT_LIKE | _ROW_LIKE
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        if self.part in _ALWAYS_FP32:
+            return torch.float32
+        return torch.uint8 if self.packed else self.format.dtype
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape on disk of a tensor of `shape`."""
+        if not self.packed:
+            return shape
+        latent = self.part in _LATENT_LIKE
+        return (*shape[:-1], latent_row_bytes(self.width, self.rope_dim) if latent else row_bytes(self.width))
+
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as stored, on the host, contiguous, never sharing memory with `tensor`."""
+        if self.packed:
+            return (pack_latents(tensor, self.rope_dim) if self.part in _LATENT_LIKE else pack_rows(tensor)).cpu()
+        return tensor.detach().to(device="cpu", dtype=self.stored_dtype, copy=True).contiguous()
+
+    def decode(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor as computed with, in `dtype`. May be `stored` itself where nothing has to change."""
+        if not self.packed:
+            return stored.to(dtype)
+        if self.part in _LATENT_LIKE:
+            return unpack_latents(stored, self.width, self.rope_dim, dtype)
+        return unpack_rows(stored, self.width, dtype)

@@ -1,0 +1,129 @@
+"""The edge between a command and the shell: errors become one line and an exit status, on one rank or on many."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+import numpy as np
+
+from trt_redknot.errors import CollectiveError, RedKnotError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+INTERRUPTED = 130
+# How long a rank that failed waits for the others to end before it takes the whole job down.
+_GRACE_S = 10.0
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """How a command ended: `message` goes to stderr; `derived` marks one that only repeats another rank's fault."""
+
+    code: int
+    message: str = ""
+    derived: bool = False
+
+
+def run_command(command: Callable[[], int | None], comm: Intracomm | None = None) -> NoReturn:
+    """Run `command` and leave the process with its exit status (None is 0).
+
+    A :class:`RedKnotError` becomes one line ``error: ...`` on stderr and the error's `exit_code`; a usage error of
+    click is shown with its usage line; an interrupt leaves with 130; a closed pipe ends quietly. Any other exception
+    is a bug and keeps its traceback.
+
+    With a communicator every rank must call this. Standard output belongs to rank 0. When the ranks fail together the
+    error is printed once and all leave with the same status; when one fails alone it prints its error and aborts the
+    job, so that the others, which may wait for it in a collective, do not hang.
+    """
+    if comm is None or comm.Get_size() == 1:
+        outcome = _attempt(command)
+        if outcome.message:
+            _print_error(outcome.message)
+        sys.exit(outcome.code)
+    _run_rank(command, comm)
+
+
+def _run_rank(command: Callable[[], int | None], comm: Intracomm) -> NoReturn:
+    from mpi4py import MPI
+    from mpi4py.run import set_abort_status
+
+    # Outcomes travel on a communicator of their own: a collective that the command left unfinished cannot meet them.
+    control = comm.Dup()
+    try:
+        with _stdout_of_rank_zero(control.Get_rank()):
+            outcome = _attempt(command)
+    except BaseException:
+        # The interpreter prints the traceback; MPI then ends the job instead of waiting for ranks that wait for us.
+        set_abort_status(1)
+        raise
+    codes = np.empty(control.Get_size(), dtype=np.int32)
+    agreed = control.Iallgather(np.array([outcome.code], dtype=np.int32), codes)
+    deadline = time.monotonic() + _GRACE_S if outcome.code else float("inf")
+    while not agreed.Test():
+        if time.monotonic() > deadline:
+            _print_error(f"{outcome.message.rstrip()} (rank {control.Get_rank()}, the other ranks are stopped)")
+            MPI.COMM_WORLD.Abort(outcome.code)
+        time.sleep(_POLL_S)
+    code = int(codes.max())
+    if code:
+        outcomes = control.allgather((outcome.message, outcome.derived))
+        if control.Get_rank() == 0:
+            _print_error(_merge(outcomes))
+        # Finished ranks cannot be aborted, so the status below reaches the launcher without MPI's own abort notice.
+        MPI.Finalize()
+    sys.exit(code)
+
+
+def _attempt(command: Callable[[], int | None]) -> _Outcome:
+    try:
+        code = command() or 0
+        sys.stdout.flush()
+    except RedKnotError as error:
+        return _Outcome(code=error.exit_code, message=f"error: {error}", derived=isinstance(error, CollectiveError))
+    except click.ClickException as error:
+        shown = io.StringIO()
+        error.show(file=shown)
+        return _Outcome(code=error.exit_code, message=shown.getvalue().rstrip())
+    except (KeyboardInterrupt, click.Abort):
+        return _Outcome(code=INTERRUPTED, message="interrupted")
+    except BrokenPipeError:
+        # What is still buffered would fail again when the interpreter flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _Outcome(code=1)
+    return _Outcome(code=code)
+
+
+def _merge(outcomes: list[tuple[str, bool]]) -> str:
+    """The messages of all ranks: each different one once, with its rank where they differ, causes before echoes."""
+    causes = {rank: message for rank, (message, derived) in enumerate(outcomes) if message and not derived}
+    chosen = causes or {rank: message for rank, (message, _) in enumerate(outcomes) if message}
+    ranks_of: dict[str, list[int]] = {}
+    for rank, message in chosen.items():
+        ranks_of.setdefault(message, []).append(rank)
+    if len(ranks_of) == 1 and len(chosen) == len(outcomes):
+        return next(iter(ranks_of))
+    return "\n".join(f"{message} (rank {', '.join(map(str, ranks))})" for message, ranks in ranks_of.items())
+
+
+def _print_error(message: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        print(message, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _stdout_of_rank_zero(rank: int) -> Iterator[None]:
+    if rank == 0:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield

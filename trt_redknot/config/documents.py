@@ -1,0 +1,100 @@
+"""JSON documents from disk into validated models: every fault becomes one ConfigError that names the key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from trt_redknot.errors import ConfigError
+
+# A config.json is a few kilobytes; anything near this limit is some other file.
+MAX_DOCUMENT_BYTES = 16 << 20
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, too large, not JSON, not an object, or names a key twice.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_DOCUMENT_BYTES:
+            raise ConfigError(
+                "the file is too large for a configuration",
+                expected=f"at most {MAX_DOCUMENT_BYTES} bytes",
+                found=size,
+                path=path,
+            )
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(
+            "the configuration cannot be read", found=reason, path=path, remedy="Name an existing, readable file."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("the configuration is not UTF-8 text", found=str(error), path=path) from error
+    try:
+        document = json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            "the configuration is not valid JSON", found=str(error), path=path, remedy="Fix or fetch the file again."
+        ) from error
+    if not isinstance(document, dict):
+        raise ConfigError(
+            "the configuration is not a JSON object", expected="an object", found=type(document).__name__, path=path
+        )
+    return document
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"key {twice[0]!r} occurs twice")
+    return document
+
+
+def validated(model: type[Model], values: Mapping[str, Any], source: Path | str, *, strict: bool | None = None) -> Model:
+    """`values` as a `model`.
+
+    Raises:
+        ConfigError: names every key at fault, what is wrong with it and what was found.
+    """
+    try:
+        return model.model_validate(dict(values), strict=strict)
+    except ValidationError as error:
+        raise _config_error(error, source) from error
+
+
+def validated_json(model: type[Model], values: Mapping[str, Any], source: Path | str) -> Model:
+    """Like :func:`validated`, with JSON's own idea of types: object keys are strings, tuples are arrays."""
+    try:
+        return model.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise _config_error(error, source) from error
+
+
+def _config_error(error: ValidationError, source: Path | str) -> ConfigError:
+    faults = []
+    for fault in error.errors(include_url=False):
+        key = ".".join(str(part) for part in fault["loc"] if part != "[key]")
+        if fault["type"] == "extra_forbidden":
+            faults.append(f"key {key!r} is unknown")
+        elif fault["type"] == "missing":
+            faults.append(f"key {key!r} is missing")
+        else:
+            faults.append(f"key {key!r} is invalid ({fault['msg']}; found {_short(fault['input'])})")
+    return ConfigError("; ".join(faults), path=source, remedy="Correct or remove the keys named.")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

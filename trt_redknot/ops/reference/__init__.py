@@ -1,0 +1,1 @@
+"""Plain-torch references of all ops: the embedded default on a CPU, and what every kernel is tested against."""

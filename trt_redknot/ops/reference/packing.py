@@ -1,0 +1,111 @@
+"""Packed FP8 rows, in plain torch: what the CUDA packers and readers are compared with.
+
+Latent row of `head_dim` channels, the last `rope_dim` of them rotated (584 bytes for 448 + 64):
+
+    nope channels as e4m3 | rope channels as bf16 | one ue8m0 scale per 64 nope channels | zero pad to 8 bytes
+
+Plain row of `width` channels (Local contribution, indexer keys):
+
+    channels as e4m3 | zero pad to 4 bytes | one fp32 scale per 128 channels
+
+Scales are powers of two, the smallest that brings the largest finite magnitude of their channels to at most 448, so that a
+code times its scale is exact in bf16 and fp32. Rounding is to nearest even. Channels that are not finite become NaN and
+do not disturb the scale; an all-zero block has scale 1. Scales never go below 2**-126, so subnormal blocks round towards
+zero with an absolute error below 2**-136.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LATENT_BLOCK = 64
+ROW_BLOCK = 128
+E4M3_MAX = 448.0
+_UE8M0_BIAS = 127
+_LEAST_EXPONENT = -126
+
+
+def latent_row_bytes(head_dim: int, rope_dim: int) -> int:
+    """Bytes of one packed latent row."""
+    nope = head_dim - rope_dim
+    return _ceil_to(nope + 2 * rope_dim + _blocks(nope, LATENT_BLOCK), 8)
+
+
+def row_bytes(width: int) -> int:
+    """Bytes of one packed plain row."""
+    return _ceil_to(width, 4) + 4 * _blocks(width, ROW_BLOCK)
+
+
+def pack_latents(latents: torch.Tensor, rope_dim: int) -> torch.Tensor:
+    """Pack latents [n, head_dim] (any float dtype) into uint8 [n, latent_row_bytes]."""
+    rows, head_dim = latents.shape
+    nope = head_dim - rope_dim
+    assert 0 <= nope and rope_dim >= 0, f"{rope_dim} rope channels in a latent of {head_dim}"
+    codes, exponents = _quantise(latents[:, :nope].float(), LATENT_BLOCK)
+    rope = latents[:, nope:].to(torch.bfloat16).contiguous().view(torch.uint8)
+    scales = (exponents + _UE8M0_BIAS).to(torch.uint8)
+    pad = latent_row_bytes(head_dim, rope_dim) - nope - 2 * rope_dim - scales.shape[1]
+    return torch.cat((codes, rope, scales, codes.new_zeros((rows, pad))), dim=1)
+
+
+def unpack_latents(packed: torch.Tensor, head_dim: int, rope_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Latents [n, head_dim] of `dtype` from uint8 [n, latent_row_bytes]."""
+    nope = head_dim - rope_dim
+    assert packed.dtype is torch.uint8, packed.dtype
+    assert packed.shape[1] == latent_row_bytes(head_dim, rope_dim), tuple(packed.shape)
+    rope_end = nope + 2 * rope_dim
+    scales = packed[:, rope_end : rope_end + _blocks(nope, LATENT_BLOCK)]
+    values = _dequantise(packed[:, :nope], scales.int() - _UE8M0_BIAS, LATENT_BLOCK)
+    rope = packed[:, nope:rope_end].contiguous().view(torch.bfloat16)
+    return torch.cat((values.to(dtype), rope.to(dtype)), dim=1)
+
+
+def pack_rows(values: torch.Tensor) -> torch.Tensor:
+    """Pack rows [n, width] (any float dtype) into uint8 [n, row_bytes(width)]."""
+    rows, width = values.shape
+    codes, exponents = _quantise(values.float(), ROW_BLOCK)
+    scales = torch.ldexp(torch.ones((), dtype=torch.float32, device=values.device), exponents)
+    pad = codes.new_zeros((rows, _ceil_to(width, 4) - width))
+    return torch.cat((codes, pad, scales.contiguous().view(torch.uint8)), dim=1)
+
+
+def unpack_rows(packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [n, width] of `dtype` from uint8 [n, row_bytes(width)]."""
+    assert packed.dtype is torch.uint8, packed.dtype
+    assert packed.shape[1] == row_bytes(width), tuple(packed.shape)
+    scales = packed[:, _ceil_to(width, 4) :].contiguous().view(torch.float32)
+    values = packed[:, :width].contiguous().view(torch.float8_e4m3fn).float()
+    return (values * _spread(scales, width, ROW_BLOCK)).to(dtype)
+
+
+def _quantise(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 [n, width] and scale exponents int32 [n, blocks] of fp32 rows."""
+    rows, width = values.shape
+    finite = torch.isfinite(values)
+    magnitude = torch.where(finite, values, 0.0).abs()
+    padded = torch.nn.functional.pad(magnitude, (0, _ceil_to(width, block) - width))
+    peak = padded.reshape(rows, _blocks(width, block), block).amax(dim=2)
+    # frexp: peak = mantissa * 2**exponent with mantissa in [0.5, 1), and 448 = 0.875 * 2**9.
+    mantissa, exponent = torch.frexp(peak)
+    exponents = (exponent - 9 + (mantissa > 0.875)).clamp(min=_LEAST_EXPONENT)
+    exponents = torch.where(peak == 0, 0, exponents).int()
+    scaled = torch.ldexp(values, -_spread(exponents, width, block))
+    codes = torch.where(finite, scaled, torch.nan).to(torch.float8_e4m3fn)
+    return codes.contiguous().view(torch.uint8), exponents
+
+
+def _dequantise(codes: torch.Tensor, exponents: torch.Tensor, block: int) -> torch.Tensor:
+    values = codes.contiguous().view(torch.float8_e4m3fn).float()
+    return torch.ldexp(values, _spread(exponents, codes.shape[1], block))
+
+
+def _spread(per_block: torch.Tensor, width: int, block: int) -> torch.Tensor:
+    return per_block.repeat_interleave(block, dim=1)[:, :width]
+
+
+def _blocks(width: int, block: int) -> int:
+    return -(-width // block)
+
+
+def _ceil_to(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

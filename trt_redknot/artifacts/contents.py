@@ -36,9 +36,7 @@ class PartSpec:
         return self.part is Part.LOCAL
 
 
-def artifact_parts(
-    geometry: ModelGeometry, profile: SplitProfile, tokens: int, tp_size: int
-) -> tuple[PartSpec, ...]:
+def artifact_parts(geometry: ModelGeometry, profile: SplitProfile, tokens: int, tp_size: int) -> tuple[PartSpec, ...]:
     """Every tensor one rank writes or shares for a document of `tokens` tokens, in layer order."""
     specs = []
     for layer, kind in enumerate(geometry.attention_kinds):

@@ -47,8 +47,7 @@ def run_command(command: Callable[[], int | None], comm: Intracomm | None = None
     """
     if comm is None or comm.Get_size() == 1:
         outcome = _attempt(command)
-        if outcome.message:
-            _print_error(outcome.message)
+        _print_error(outcome.message)
         sys.exit(outcome.code)
     _run_rank(command, comm)
 
@@ -74,13 +73,13 @@ def _run_rank(command: Callable[[], int | None], comm: Intracomm) -> NoReturn:
             _print_error(f"{outcome.message.rstrip()} (rank {control.Get_rank()}, the other ranks are stopped)")
             MPI.COMM_WORLD.Abort(outcome.code)
         time.sleep(_POLL_S)
-    code = int(codes.max())
-    if code:
-        outcomes = control.allgather((outcome.message, outcome.derived))
-        if control.Get_rank() == 0:
-            _print_error(_merge(outcomes))
-        # Finished ranks cannot be aborted, so the status below reaches the launcher without MPI's own abort notice.
-        MPI.Finalize()
+    if not codes.any():
+        sys.exit(0)
+    code, message = _merge(control.allgather(outcome))
+    if control.Get_rank() == 0:
+        _print_error(message)
+    # Finished ranks cannot be aborted, so the status below reaches the launcher without MPI's own abort notice.
+    MPI.Finalize()
     sys.exit(code)
 
 
@@ -103,19 +102,24 @@ def _attempt(command: Callable[[], int | None]) -> _Outcome:
     return _Outcome(code=code)
 
 
-def _merge(outcomes: list[tuple[str, bool]]) -> str:
-    """The messages of all ranks: each different one once, with its rank where they differ, causes before echoes."""
-    causes = {rank: message for rank, (message, derived) in enumerate(outcomes) if message and not derived}
-    chosen = causes or {rank: message for rank, (message, _) in enumerate(outcomes) if message}
+def _merge(outcomes: list[_Outcome]) -> tuple[int, str]:
+    """The job's status and its message: causes before echoes, each once, with its ranks where the ranks differ."""
+    failed = [rank for rank, outcome in enumerate(outcomes) if outcome.code]
+    causes = [rank for rank in failed if not outcomes[rank].derived] or failed
     ranks_of: dict[str, list[int]] = {}
-    for rank, message in chosen.items():
-        ranks_of.setdefault(message, []).append(rank)
-    if len(ranks_of) == 1 and len(chosen) == len(outcomes):
-        return next(iter(ranks_of))
-    return "\n".join(f"{message} (rank {', '.join(map(str, ranks))})" for message, ranks in ranks_of.items())
+    for rank in causes:
+        if outcomes[rank].message:
+            ranks_of.setdefault(outcomes[rank].message, []).append(rank)
+    lines = [
+        message if len(ranks) == len(outcomes) else f"{message} (rank {', '.join(map(str, ranks))})"
+        for message, ranks in ranks_of.items()
+    ]
+    return outcomes[causes[0]].code, "\n".join(lines)
 
 
 def _print_error(message: str) -> None:
+    if not message:
+        return
     with contextlib.suppress(BrokenPipeError):
         print(message, file=sys.stderr, flush=True)
 

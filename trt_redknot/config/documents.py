@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from trt_redknot.errors import ConfigError
+from trt_redknot.errors import ConfigError, RedKnotError
 
 # A config.json is a few kilobytes; anything near this limit is some other file.
 MAX_DOCUMENT_BYTES = 16 << 20
@@ -17,39 +17,56 @@ MAX_DOCUMENT_BYTES = 16 << 20
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(
+    path: Path, *, limit: int = MAX_DOCUMENT_BYTES, error: type[RedKnotError] = ConfigError
+) -> dict[str, Any]:
     """The JSON object in `path`.
 
+    Args:
+        path: the file.
+        limit: bytes; a larger file is refused before it is read.
+        error: class to raise.
+
     Raises:
-        ConfigError: the file is missing, unreadable, too large, not JSON, not an object, or names a key twice.
+        RedKnotError: of class `error`: the file is missing, unreadable, too large, not JSON, not an object, or names a
+            key twice.
     """
     try:
         size = path.stat().st_size
-        if size > MAX_DOCUMENT_BYTES:
-            raise ConfigError(
-                "the file is too large for a configuration",
-                expected=f"at most {MAX_DOCUMENT_BYTES} bytes",
-                found=size,
-                path=path,
+        if size > limit:
+            raise error(
+                "the file is too large for what it should be", expected=f"at most {limit} bytes", found=size, path=path
             )
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ConfigError(
-            "the configuration cannot be read", found=reason, path=path, remedy="Name an existing, readable file."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError("the configuration is not UTF-8 text", found=str(error), path=path) from error
+        content = path.read_bytes()
+    except OSError as cause:
+        reason = cause.strerror or type(cause).__name__
+        raise error(
+            "the file cannot be read", found=reason, path=path, remedy="Name an existing, readable file."
+        ) from cause
     try:
-        document = json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            "the configuration is not valid JSON", found=str(error), path=path, remedy="Fix or fetch the file again."
-        ) from error
+        return parse_json_object(content)
+    except ValueError as cause:
+        raise error(
+            "the file is ill-formed", found=str(cause), path=path, remedy="Fix or fetch the file again."
+        ) from cause
+
+
+def parse_json_object(content: bytes) -> dict[str, Any]:
+    """The JSON object in `content`.
+
+    Raises:
+        ValueError: not UTF-8, not JSON, not an object, nested too deeply, or a key occurs twice in one object.
+    """
+    try:
+        document = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError("JSON nested too deeply") from error
     if not isinstance(document, dict):
-        raise ConfigError(
-            "the configuration is not a JSON object", expected="an object", found=type(document).__name__, path=path
-        )
+        raise ValueError(f"expected a JSON object, found {type(document).__name__}")
     return document
 
 
@@ -62,14 +79,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return document
 
 
-def validated(model: type[Model], values: Mapping[str, Any], source: Path | str, *, strict: bool | None = None) -> Model:
+def validated(model: type[Model], values: Mapping[str, Any], source: Path | str) -> Model:
     """`values` as a `model`.
 
     Raises:
         ConfigError: names every key at fault, what is wrong with it and what was found.
     """
     try:
-        return model.model_validate(dict(values), strict=strict)
+        return model.model_validate(dict(values))
     except ValidationError as error:
         raise _config_error(error, source) from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 LayerType = Literal["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
 MlpLayerType = Literal["hash_moe", "moe"]
@@ -19,6 +19,13 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
 
+def _as_list(value: Any) -> Any:
+    """One id, several or none: a list."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
 class Keys(BaseModel):
     """Strict: no unknown keys, no silent conversions (a bool is not a number, 4096.0 is not a count)."""
 
@@ -26,7 +33,7 @@ class Keys(BaseModel):
 
 
 class RopeKeys(Keys):
-    """One rope dictionary: flat `rope_scaling`/`rope_parameters`, or its `main`/`compress` part. `type` is the old key."""
+    """One rope dictionary: flat, or the `main` or `compress` part of a nested one. `type` is the old `rope_type`."""
 
     rope_type: Literal["default", "yarn"] | None = None
     type: Literal["default", "yarn"] | None = None
@@ -130,7 +137,7 @@ class CheckpointKeys(Keys):
     qk_rope_head_dim: Count | None = None
 
     bos_token_id: Natural | None = 0
-    eos_token_id: Natural | list[Natural] | None = 1
+    eos_token_id: Annotated[list[Natural], BeforeValidator(_as_list)] = Field(default=[1])
     tie_word_embeddings: Literal[False] = False
     quantization_config: QuantizationKeys | None = None
     expert_dtype: Literal["fp4", "fp8"] | None = None

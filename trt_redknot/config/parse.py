@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_redknot.config.documents import read_json_object, validated
-from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.config.geometry import AttentionKind, ModelGeometry
 from trt_redknot.config.keys import CheckpointKeys
 from trt_redknot.config.layers import LayerPlan, layer_plan
 from trt_redknot.config.ropes import RopePlan, rope_plan
@@ -72,7 +72,6 @@ def geometry_from_config(config: Mapping[str, Any], *, source: Path | str) -> Mo
 def _assemble(keys: CheckpointKeys, layers: LayerPlan, ropes: RopePlan, source: Path | str) -> ModelGeometry:
     experts = _either(keys, "n_routed_experts", "num_local_experts", 256, source)
     expert_width = _either(keys, "moe_intermediate_size", "intermediate_size", 2048, source)
-    eos = keys.eos_token_id
     return ModelGeometry(
         vocab=keys.vocab_size,
         hidden=keys.hidden_size,
@@ -104,14 +103,16 @@ def _assemble(keys: CheckpointKeys, layers: LayerPlan, ropes: RopePlan, source: 
         rope_compressed=ropes.compressed,
         max_positions=keys.max_position_embeddings,
         bos_token=keys.bos_token_id,
-        stop_tokens=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        stop_tokens=tuple(keys.eos_token_id),
     )
 
 
 def _either(keys: CheckpointKeys, name: str, alias: str, default: int, source: Path | str) -> int:
     value, other = getattr(keys, name), getattr(keys, alias)
     if value is not None and other is not None and value != other:
-        raise ConfigError(f"keys {name!r} and {alias!r} contradict each other", expected=value, found=other, path=source)
+        raise ConfigError(
+            f"keys {name!r} and {alias!r} contradict each other", expected=value, found=other, path=source
+        )
     chosen = value if value is not None else other
     return default if chosen is None else int(chosen)
 
@@ -133,7 +134,7 @@ def _check_sizes(geometry: ModelGeometry, source: Path | str) -> None:
             found=g.experts_per_token,
             path=source,
         )
-    if any(g.ratio(layer) == g.csa_ratio for layer in range(g.layers)) and g.rope_dim > g.index_dim:
+    if AttentionKind.CSA in g.attention_kinds and g.rope_dim > g.index_dim:
         raise ConfigError(
             "key 'index_head_dim' is smaller than the rotary dimension",
             expected=f"at least {g.rope_dim}",

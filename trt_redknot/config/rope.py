@@ -29,7 +29,7 @@ def inverse_frequencies(rope: RopeGeometry) -> torch.Tensor:
 
 
 def _ramp(rope: RopeGeometry) -> torch.Tensor:
-    """0 up to the pair that turns `beta_fast` times over the original context, 1 from the one that turns `beta_slow`."""
+    """Share of the slowed frequency by pair: 0 up to `beta_fast` turns over the context, 1 from `beta_slow` on."""
     assert rope.original_positions is not None, "a YaRN table names its original context"
     low = max(math.floor(_pair_with_turns(rope, rope.beta_fast, rope.original_positions)), 0)
     high: float = min(math.ceil(_pair_with_turns(rope, rope.beta_slow, rope.original_positions)), rope.dim - 1)

@@ -15,8 +15,8 @@ def embed(tokens_R: torch.Tensor, table_VM: torch.Tensor, *, streams: int) -> to
 
 
 def grouped_linear(heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    groups = weight.shape[0]
-    grouped = heads.reshape(heads.shape[0], groups, -1).transpose(0, 1)
+    groups, _, width = weight.shape
+    grouped = heads.reshape(heads.shape[0], groups, width).transpose(0, 1)
     return torch.bmm(grouped, weight.transpose(1, 2)).transpose(0, 1).flatten(1)
 
 

@@ -1,0 +1,242 @@
+"""The store's folder: where things lie, what is there, and how a generation leaves it. The disk is the only truth.
+
+<root>/<namespace>/<artifact id>/gen-00000001/    a published generation (docs/artifact-format.md)
+<root>/<namespace>/<artifact id>/pinned           present while the artifact is pinned
+<root>/.building/<name>/                          a build that is not published; its build.lock is held while it lives
+<root>/.trash/<name>/                             removed with one rename, not yet deleted
+<root>/.quarantine/<name>/                        a corrupt generation and reason.json
+<root>/.locks/                                    store.lock (short changes), <namespace>/<artifact id>.lock (one build)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trt_redknot.artifacts.certificate import (
+    MAX_CERTIFICATE_BYTES,
+    NAMESPACE_PATTERN,
+    Certificate,
+    parse_certificate,
+)
+from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
+from trt_redknot.artifacts.files import (
+    Descriptor,
+    Files,
+    ensure_folder,
+    read_exactly,
+    real_folders,
+    sync_folder,
+    tree_bytes,
+    write_file,
+)
+from trt_redknot.artifacts.layout import CERTIFICATE, LEASE_LOCK
+from trt_redknot.artifacts.locks import FileLock, acquire, try_lock_path
+from trt_redknot.errors import StoreError
+
+ARTIFACT_ID_PATTERN = re.compile(r"[0-9a-f]{32}")
+BUILD_LOCK = "build.lock"
+RESERVATION = "reservation.json"
+GENERATION_FOLDER = "generation"
+REASON_FILE = "reason.json"
+PIN_FILE = "pinned"
+_GENERATION_PATTERN = re.compile(r"gen-(\d{8})")
+_MAX_NOTE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A published generation on disk. `last_used` is in seconds since the epoch, `superseded` where a newer one exists."""
+
+    artifact_id: str
+    generation: int
+    path: Path
+    bytes: int
+    last_used: float
+    pinned: bool
+    superseded: bool
+
+
+class StoreFolder:
+    """One namespace of a store's root.
+
+    Raises:
+        StoreError: the namespace's name is not one, or the root is not a folder.
+    """
+
+    def __init__(self, root: Path, namespace: str, *, files: Files, lock_timeout_s: float) -> None:
+        if not isinstance(namespace, str) or not re.fullmatch(NAMESPACE_PATTERN.strip("^$"), namespace):
+            raise StoreError(
+                "the namespace's name cannot be used",
+                expected="1 to 64 of A-Z a-z 0-9 . _ - that start with a letter or digit",
+                found=repr(namespace),
+            )
+        if root.exists() and not root.is_dir():
+            raise StoreError(
+                "the artifact store is not a folder", path=root, remedy="Name a folder, or a path to create."
+            )
+        self.root = root.absolute()
+        self.namespace = namespace
+        self.files = files
+        self.lock_timeout_s = lock_timeout_s
+
+    @property
+    def home(self) -> Path:
+        return self.root / self.namespace
+
+    @property
+    def building(self) -> Path:
+        return self.root / ".building"
+
+    @property
+    def trash(self) -> Path:
+        return self.root / ".trash"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / ".quarantine"
+
+    def artifact(self, artifact_id: str) -> Path:
+        return self.home / artifact_id
+
+    def generation(self, artifact_id: str, generation: int) -> Path:
+        return self.artifact(artifact_id) / generation_name(generation)
+
+    def mutex(self) -> FileLock:
+        """Held for short changes of what is visible or reserved."""
+        path = self.root / ".locks" / "store.lock"
+        return acquire(self.files, path, what="the artifact store", timeout_s=self.lock_timeout_s)
+
+    def build_lock(self, artifact_id: str, wait_s: float) -> FileLock:
+        """Held by the one build of an artifact, for as long as it takes."""
+        path = self.root / ".locks" / self.namespace / f"{artifact_id}.lock"
+        return acquire(self.files, path, what=f"the build of artifact {artifact_id}", timeout_s=wait_s)
+
+    def artifact_ids(self) -> Iterator[str]:
+        for folder in real_folders(self.home):
+            if ARTIFACT_ID_PATTERN.fullmatch(folder.name):
+                yield folder.name
+
+    def generations(self, artifact_id: str, *, certified: bool = True) -> list[int]:
+        """Generation numbers on disk, ascending; with `certified` only those that have a certificate."""
+        if not ARTIFACT_ID_PATTERN.fullmatch(artifact_id):
+            return []
+        found = []
+        for folder in real_folders(self.artifact(artifact_id)):
+            match = _GENERATION_PATTERN.fullmatch(folder.name)
+            if match and (not certified or os.path.lexists(folder / CERTIFICATE)):
+                found.append(int(match[1]))
+        return found
+
+    def published(self, artifact_id: str) -> list[Published]:
+        """The certified generations of an artifact, ascending."""
+        numbers = self.generations(artifact_id)
+        pinned = (self.artifact(artifact_id) / PIN_FILE).exists()
+        return [
+            Published(
+                artifact_id=artifact_id,
+                generation=number,
+                path=self.generation(artifact_id, number),
+                bytes=tree_bytes(self.generation(artifact_id, number)),
+                last_used=_last_used(self.generation(artifact_id, number)),
+                pinned=pinned,
+                superseded=number != numbers[-1],
+            )
+            for number in numbers
+        ]
+
+    def all_published(self) -> list[Published]:
+        return [found for artifact_id in self.artifact_ids() for found in self.published(artifact_id)]
+
+    def open_root(self) -> Descriptor:
+        return Descriptor(os.open(self.root, os.O_RDONLY | os.O_DIRECTORY))
+
+    def read_certificate(self, folder: int, artifact_id: str, generation: int) -> Certificate:
+        """The certificate in an open generation folder; ArtifactError where it is malformed or belongs elsewhere."""
+        label = str(self.generation(artifact_id, generation) / CERTIFICATE)
+        try:
+            with Descriptor(self.files.open_beneath(folder, [CERTIFICATE], os.O_RDONLY | os.O_NONBLOCK)) as target:
+                size = min(os.fstat(target.fd).st_size, MAX_CERTIFICATE_BYTES + 1)
+                raw = read_exactly(self.files, target.fd, size)
+        except FileNotFoundError as error:
+            raise ArtifactError(
+                ArtifactFault.CERTIFICATE_MISSING, "an artifact has no certificate", path=label
+            ) from error
+        except (OSError, EOFError) as error:
+            raise ArtifactError(
+                ArtifactFault.FILE_UNREADABLE, f"a certificate cannot be read: {error}", path=label
+            ) from error
+        certificate = parse_certificate(raw, label=label)
+        here = (self.namespace, artifact_id, generation)
+        there = (certificate.namespace, certificate.artifact_id, certificate.generation)
+        if here != there:
+            raise ArtifactError(
+                ArtifactFault.CERTIFICATE_MISPLACED,
+                "a certificate belongs to another artifact",
+                expected="/".join(map(str, here)),
+                found="/".join(map(str, there)),
+                path=label,
+            )
+        return certificate
+
+    def try_own(self, path: Path) -> FileLock | None:
+        """The exclusive lock of a generation, None where it is leased. Raises OSError where it has no usable lock file."""
+        return try_lock_path(path / LEASE_LOCK, exclusive=True)
+
+    def discard(self, path: Path) -> None:
+        """Make a folder invisible with one rename, then delete it. What a crash leaves in the trash is collected by gc."""
+        ensure_folder(self.files, self.trash)
+        doomed = self.trash / uuid.uuid4().hex
+        self.files.rename(path, doomed)
+        self.files.remove_tree(doomed)
+
+    def set_aside(self, found: Published, reason: str) -> Path | None:
+        """Move a corrupt generation into quarantine beside a reason file; None where it is leased or gone. OSError passes."""
+        with self.mutex():
+            try:
+                lock = self.try_own(found.path)
+            except OSError:
+                lock = None
+                if not os.path.lexists(found.path):
+                    return None
+            else:
+                if lock is None:
+                    return None
+            with lock or contextlib.nullcontext():
+                name = (
+                    f"{self.namespace}.{found.artifact_id}.{generation_name(found.generation)}.{uuid.uuid4().hex[:8]}"
+                )
+                place = self.quarantine / name
+                ensure_folder(self.files, place)
+                note = {"artifact_id": found.artifact_id, "generation": found.generation, "reason": reason}
+                write_file(self.files, place / REASON_FILE, [memoryview(json.dumps(note).encode())])
+                self.files.rename(found.path, place / GENERATION_FOLDER)
+                sync_folder(self.files, self.quarantine)
+                return place
+
+    def read_note(self, path: Path) -> dict[str, object]:
+        """A small JSON object of the store's own (reservation, reason); empty where it is missing or malformed."""
+        try:
+            with Descriptor(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as target:
+                text = os.pread(target.fd, _MAX_NOTE_BYTES, 0)
+            note = json.loads(text)
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return note if isinstance(note, dict) else {}
+
+
+def generation_name(generation: int) -> str:
+    return f"gen-{generation:08d}"
+
+
+def _last_used(path: Path) -> float:
+    for name in (LEASE_LOCK, CERTIFICATE):
+        with contextlib.suppress(OSError):
+            return (path / name).stat(follow_symlinks=False).st_mtime
+    return 0.0

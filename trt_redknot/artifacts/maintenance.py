@@ -1,0 +1,311 @@
+"""What people do to a store: list, inspect, verify, remove, pin, collect. Base of :class:`ArtifactStore`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trt_redknot.artifacts.capacity import Orphans, collect_orphans, reserved_bytes
+from trt_redknot.artifacts.certificate import Certificate
+from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
+from trt_redknot.artifacts.files import Descriptor, ensure_folder, real_folders, tree_bytes, walk_files, write_file
+from trt_redknot.artifacts.folder import PIN_FILE, REASON_FILE, Published, StoreFolder, generation_name
+from trt_redknot.artifacts.layout import CERTIFICATE, LEASE_LOCK
+from trt_redknot.artifacts.lease import VerifiedFiles, check_digest, open_certified
+from trt_redknot.errors import StoreError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """One generation as `ls` and `inspect` show it. `certificate` is None where it is malformed: `fault` says how."""
+
+    published: Published
+    leased: bool
+    certificate: Certificate | None
+    fault: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Outcome of `verify` for one generation: no faults, or all of them; where it was moved if it was."""
+
+    artifact_id: str
+    generation: int
+    bytes: int
+    faults: tuple[str, ...]
+    quarantined: Path | None
+
+    @property
+    def sound(self) -> bool:
+        return not self.faults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """What `gc` removed."""
+
+    orphans: Orphans
+    superseded: int
+    superseded_bytes: int
+    quarantined: int
+    quarantined_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreStatus:
+    """Totals of a namespace and its disk, in artifacts and bytes."""
+
+    root: Path
+    namespace: str
+    artifacts: int
+    generations: int
+    bytes: int
+    pinned_bytes: int
+    reserved_bytes: int
+    capacity_bytes: int | None
+    quarantined: int
+    disk_free_bytes: int | None
+
+
+class Maintenance:
+    """Operations that need no engine. Every OSError leaves as StoreError with the file's name."""
+
+    def __init__(self, folder: StoreFolder, capacity_bytes: int | None) -> None:
+        self._folder = folder
+        self.capacity_bytes = capacity_bytes
+
+    def ls(self) -> list[Listed]:
+        """All published generations of this namespace."""
+        with _as_store_error(self._folder.root):
+            return [self._listed(found) for found in self._folder.all_published()]
+
+    def inspect(self, artifact_id: str) -> list[Listed]:
+        """The published generations of one artifact; StoreError where there is none."""
+        with _as_store_error(self._folder.root):
+            return [self._listed(found) for found in self._require(artifact_id)]
+
+    def verify(self, artifact_id: str | None = None, *, quarantine: bool = True) -> list[Verdict]:
+        """Compare every file of the published generations with their certificates, always reading all of them.
+
+        Corrupt generations are moved into quarantine unless they are leased or `quarantine` is off.
+        """
+        with _as_store_error(self._folder.root):
+            published = self._folder.all_published() if artifact_id is None else self._require(artifact_id)
+            return [self._verdict(found, quarantine) for found in published]
+
+    def quarantine(self, artifact_id: str, generation: int, reason: str) -> Path | None:
+        """Move one generation out of the way; None where it is leased or not there (any more)."""
+        with _as_store_error(self._folder.root):
+            for found in self._folder.published(artifact_id):
+                if found.generation == generation:
+                    return self._folder.set_aside(found, reason)
+        return None
+
+    def rm(self, artifact_id: str, *, generation: int | None = None) -> list[Published]:
+        """Remove an artifact, or one generation of it.
+
+        Raises:
+            StoreError: there is none, it is pinned, or it is leased (nothing is removed then).
+        """
+        with _as_store_error(self._folder.root), contextlib.ExitStack() as held:
+            held.enter_context(self._folder.mutex())
+            doomed = [found for found in self._require(artifact_id) if generation in (None, found.generation)]
+            if not doomed:
+                raise self._missing(artifact_id)
+            for found in doomed:
+                if found.pinned:
+                    raise StoreError(f"artifact {artifact_id} is pinned", path=found.path, remedy="Unpin it first.")
+                with contextlib.suppress(FileNotFoundError):
+                    lock = self._folder.try_own(found.path)
+                    if lock is None:
+                        raise StoreError(
+                            f"artifact {artifact_id} is in use", path=found.path, remedy="Wait until its readers end."
+                        )
+                    held.enter_context(lock)
+            for found in doomed:
+                self._folder.discard(found.path)
+            self._drop_if_empty(artifact_id)
+            return doomed
+
+    def pin(self, artifact_id: str) -> None:
+        """Keep all generations of an artifact from eviction, gc and rm. StoreError where there is none."""
+        with _as_store_error(self._folder.root), self._folder.mutex():
+            self._require(artifact_id)
+            with contextlib.suppress(FileExistsError):
+                write_file(self._folder.files, self._folder.artifact(artifact_id) / PIN_FILE, [])
+
+    def unpin(self, artifact_id: str) -> None:
+        """Undo `pin`; nothing happens where it is not pinned. StoreError where there is no such artifact."""
+        with _as_store_error(self._folder.root), self._folder.mutex():
+            self._require(artifact_id)
+            with contextlib.suppress(FileNotFoundError):
+                self._folder.files.remove(self._folder.artifact(artifact_id) / PIN_FILE)
+
+    def gc(self, *, quarantine: bool = False) -> Collected:
+        """Remove builds whose builder is dead, the trash, superseded generations, empty folders; on request the quarantine.
+
+        What is leased, pinned or being built stays.
+        """
+        folder = self._folder
+        with _as_store_error(folder.root):
+            if not folder.root.is_dir():
+                return Collected(
+                    orphans=Orphans(folders=0, bytes=0),
+                    superseded=0,
+                    superseded_bytes=0,
+                    quarantined=0,
+                    quarantined_bytes=0,
+                )
+            with folder.mutex():
+                orphans = collect_orphans(folder)
+                superseded = [found for found in folder.all_published() if self._collect(found)]
+                set_aside = list(self._quarantined()) if quarantine else []
+                aside_bytes = sum(tree_bytes(place) for place in set_aside)
+                for place in set_aside:
+                    folder.files.remove_tree(place)
+                for artifact_id in list(folder.artifact_ids()):
+                    self._drop_if_empty(artifact_id)
+        return Collected(
+            orphans=orphans,
+            superseded=len(superseded),
+            superseded_bytes=sum(found.bytes for found in superseded),
+            quarantined=len(set_aside),
+            quarantined_bytes=aside_bytes,
+        )
+
+    def stat(self) -> StoreStatus:
+        """Totals of this namespace."""
+        with _as_store_error(self._folder.root):
+            published = self._folder.all_published()
+            present = self._folder.root.is_dir()
+            return StoreStatus(
+                root=self._folder.root,
+                namespace=self._folder.namespace,
+                artifacts=len({found.artifact_id for found in published}),
+                generations=len(published),
+                bytes=sum(found.bytes for found in published),
+                pinned_bytes=sum(found.bytes for found in published if found.pinned),
+                reserved_bytes=reserved_bytes(self._folder),
+                capacity_bytes=self.capacity_bytes,
+                quarantined=len(list(self._quarantined())),
+                disk_free_bytes=shutil.disk_usage(self._folder.root).free if present else None,
+            )
+
+    def _require(self, artifact_id: str) -> list[Published]:
+        found = self._folder.published(artifact_id)
+        if not found:
+            raise self._missing(artifact_id)
+        return found
+
+    def _missing(self, artifact_id: str) -> ArtifactError:
+        return ArtifactError(
+            ArtifactFault.MISSING,
+            f"the artifact store has no artifact {artifact_id[:64]}",
+            path=self._folder.home,
+            remedy="`artifacts ls` shows what is there; check the namespace too.",
+        )
+
+    def _listed(self, found: Published) -> Listed:
+        certificate, fault = None, None
+        try:
+            with self._open_generation(found) as folder:
+                certificate = self._folder.read_certificate(folder.fd, found.artifact_id, found.generation)
+        except ArtifactError as error:
+            fault = str(error)
+        return Listed(published=found, leased=self._is_leased(found), certificate=certificate, fault=fault)
+
+    def _is_leased(self, found: Published) -> bool:
+        try:
+            lock = self._folder.try_own(found.path)
+        except OSError:
+            return False
+        if lock is None:
+            return True
+        lock.close()
+        return False
+
+    def _open_generation(self, found: Published) -> Descriptor:
+        parts = [self._folder.namespace, found.artifact_id, generation_name(found.generation)]
+        with self._folder.open_root() as root:
+            return Descriptor(self._folder.files.open_beneath(root.fd, parts, os.O_RDONLY | os.O_DIRECTORY))
+
+    def _verdict(self, found: Published, quarantine: bool) -> Verdict:
+        faults = tuple(self._faults(found))
+        place = self._folder.set_aside(found, "; ".join(faults)) if faults and quarantine else None
+        return Verdict(
+            artifact_id=found.artifact_id,
+            generation=found.generation,
+            bytes=found.bytes,
+            faults=faults,
+            quarantined=place,
+        )
+
+    def _faults(self, found: Published) -> Iterator[str]:
+        try:
+            with self._open_generation(found) as folder:
+                certificate = self._folder.read_certificate(folder.fd, found.artifact_id, found.generation)
+                yield from self._file_faults(found, folder.fd, certificate)
+        except ArtifactError as error:
+            yield f"{error.fault}: {error}"
+
+    def _file_faults(self, found: Published, folder: int, certificate: Certificate) -> Iterator[str]:
+        known = {file.path for file in certificate.files} | {CERTIFICATE, LEASE_LOCK}
+        if not os.path.lexists(found.path / LEASE_LOCK):
+            yield f"{ArtifactFault.FILE_MISSING}: the lease lock is missing, in {found.path / LEASE_LOCK}"
+        for path, _, _ in walk_files(found.path):
+            if path not in known:
+                yield f"{ArtifactFault.FILE_EXTRA}: not in the certificate, in {found.path / path}"
+        for file in certificate.files:
+            label = str(found.path / file.path)
+            try:
+                with open_certified(self._folder.files, folder, file, label=label) as target:
+                    check_digest(self._folder.files, target.fd, file, label=label, verified=VerifiedFiles())
+            except ArtifactError as error:
+                yield f"{error.fault}: {error}"
+
+    def _collect(self, found: Published) -> bool:
+        if not found.superseded or found.pinned:
+            return False
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(FileNotFoundError):
+                lock = self._folder.try_own(found.path)
+                if lock is None:
+                    return False
+                held.enter_context(lock)
+            self._folder.discard(found.path)
+        return True
+
+    def _quarantined(self) -> Iterator[Path]:
+        prefix = f"{self._folder.namespace}."
+        for place in real_folders(self._folder.quarantine):
+            note = self._folder.read_note(place / REASON_FILE)
+            if place.name.startswith(prefix + str(note.get("artifact_id", ""))):
+                yield place
+
+    def _drop_if_empty(self, artifact_id: str) -> None:
+        folder = self._folder.artifact(artifact_id)
+        if self._folder.generations(artifact_id, certified=False):
+            return
+        with contextlib.suppress(OSError):
+            self._folder.files.remove_folder(folder)
+
+    def ensure_root(self) -> None:
+        """Create the store's folder now; StoreError where it cannot be."""
+        with _as_store_error(self._folder.root):
+            ensure_folder(self._folder.files, self._folder.home)
+
+
+@contextlib.contextmanager
+def _as_store_error(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"the artifact store cannot be used: {error.strerror or error}",
+            path=error.filename or root,
+            remedy="Check the permissions of the store's folder, and that its disk works.",
+        ) from error

@@ -1,0 +1,29 @@
+"""What every pass of an engine needs of the rank it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trt_redknot.collectives import Collectives
+from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.config.profile import SplitProfile
+from trt_redknot.engine.walk import LayerWalk
+from trt_redknot.ops.interface import Ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """What a pass needs of the rank it runs on; never looked up, always handed in."""
+
+    geometry: ModelGeometry
+    profile: SplitProfile
+    embedding: torch.Tensor
+    walk: LayerWalk
+    ops: Ops
+    collectives: Collectives
+    local_width: int
+    chunk_rows: int
+    dtype: torch.dtype
+    device: torch.device

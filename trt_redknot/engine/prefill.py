@@ -1,0 +1,182 @@
+"""Prefill of one request: leading fence, row selection, reusable layers, trailing fence. One path for both arms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trt_redknot.config.geometry import AttentionKind
+from trt_redknot.config.policy import ReusePolicy
+from trt_redknot.engine.context import RankContext
+from trt_redknot.engine.documents import Documents
+from trt_redknot.engine.pool import CachePool, SequenceState
+from trt_redknot.engine.rowset import RowSet, redistribute
+from trt_redknot.engine.step import Observation, Step, no_extra_raw, no_restore
+from trt_redknot.engine.tables import ratio_tables
+from trt_redknot.request.controller import candidates, protect, select_rows
+from trt_redknot.request.rows import RowPlan
+from trt_redknot.request.segments import Protection, RowClass, Segment, SegmentKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefilled:
+    """Own streams of the rows that ran the last layer, and what was done to get there."""
+
+    streams: torch.Tensor
+    rows: RowSet
+    plan: RowPlan
+    observation: Observation
+    loaded_bytes: int
+
+
+class Prefill:
+    """One request through all layers.
+
+    Args:
+        documents: the request's artifacts; none of them in the recompute arm and while an artifact is made.
+        policy: None recomputes every row.
+        observe: what to keep besides the streams.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        pool: CachePool,
+        state: SequenceState,
+        tokens: NDArray[np.int64],
+        documents: Documents,
+        policy: ReusePolicy | None,
+        observe: Observation,
+    ) -> None:
+        self._context = context
+        self._pool = pool
+        self._state = state
+        self._tokens = tokens
+        self._documents = documents
+        self._policy = policy
+        self._observe = observe
+        geometry = context.geometry
+        self._has_csa = AttentionKind.CSA in geometry.attention_kinds
+        self._window = geometry.csa_ratio
+
+    def run(self) -> Prefilled:
+        """All phases in order. Collective."""
+        profile, segments = self._context.profile, self._state.segments
+        flags = protect(segments, self._policy, self._window)
+        everywhere = _positions_outside_idle_prefix(segments, flags)
+        leading = self._row_set(everywhere, len(everywhere))
+        own_tokens = torch.from_numpy(self._tokens[leading.positions[leading.own_rows]]).to(self._context.device)
+        streams = self._context.ops.embed(own_tokens, self._context.embedding, streams=self._context.geometry.streams)
+        choice = candidates(segments, flags, self._window).rows > 0
+        scored = [layer for layer in range(profile.leading_fence) if self._is_csa(layer)] if choice else []
+        if scored:
+            self._observe.salience_layers = scored
+            self._observe.salience_rows = (flags[leading.positions] & int(Protection.QUERY)) != 0
+        streams = self._layers(range(profile.leading_fence), leading, streams, only_prefix=True)
+        plan = self._select(flags, choice=choice, live_scores=bool(scored))
+
+        live = self._live_rows(plan)
+        streams, _ = redistribute(self._context.collectives, streams, leading, live)
+        streams = self._layers(profile.reusable, live, streams, tau=self._policy.effective_tau if self._policy else 1.0)
+
+        trailing, filled = self._trailing(plan, live, leading, streams)
+        streams = self._layers(
+            range(profile.trailing_start, profile.layers), trailing, filled, only_prefix=trailing is leading
+        )
+        return Prefilled(
+            streams=streams, rows=trailing, plan=plan, observation=self._observe, loaded_bytes=self._documents.loaded_bytes
+        )
+
+    def _is_csa(self, layer: int) -> bool:
+        return self._context.geometry.attention_kinds[layer] is AttentionKind.CSA
+
+    def _row_set(self, positions: NDArray[np.int64], full_rows: int) -> RowSet:
+        return RowSet(
+            sequences=np.zeros(len(positions), dtype=np.int64),
+            positions=positions,
+            full_rows=full_rows,
+            rank=self._context.collectives.rank,
+            size=self._context.collectives.size,
+            chunk_rows=self._context.chunk_rows,
+        )
+
+    def _select(self, flags: NDArray[np.uint8], *, choice: bool, live_scores: bool) -> RowPlan:
+        policy, geometry = self._policy, self._context.geometry
+        scores: NDArray[np.float64] | None = None
+        if live_scores:
+            assert self._observe.salience is not None
+            scores = self._observe.salience[0].cpu().numpy()
+        elif choice and self._has_csa:
+            scores = self._documents.salience(self._window)
+        top_entries = geometry.index_topk if policy is None or policy.top_entries is None else policy.top_entries
+        return select_rows(
+            self._state.segments, flags, policy, window=self._window, scores=scores, live_scores=live_scores,
+            top_entries=top_entries,
+        )  # fmt: skip
+
+    def _live_rows(self, plan: RowPlan) -> RowSet:
+        protected = np.flatnonzero(plan.classes == RowClass.PROTECTED)
+        active = np.flatnonzero(plan.classes == RowClass.ACTIVE)
+        return self._row_set(np.concatenate([protected, active]), len(protected))
+
+    def _trailing(
+        self, plan: RowPlan, live: RowSet, leading: RowSet, streams: torch.Tensor
+    ) -> tuple[RowSet, torch.Tensor]:
+        """The rows of the trailing fence and their own streams."""
+        if self._policy is None or self._policy.epilogue == "full":
+            moved, known = redistribute(self._context.collectives, streams, live, leading)
+            missing = np.flatnonzero(~known)
+            if missing.size:
+                index = torch.from_numpy(missing).to(moved.device)
+                moved[index] = self._documents.fill_streams(
+                    moved[index], leading.positions[leading.own_rows][missing]
+                )
+            return leading, moved
+        ordered = self._row_set(np.sort(live.positions), live.rows)
+        moved, _ = redistribute(self._context.collectives, streams, live, ordered)
+        return ordered, moved
+
+    def _layers(
+        self, layers: range, rows: RowSet, streams: torch.Tensor, *, tau: float = 1.0, only_prefix: bool = False
+    ) -> torch.Tensor:
+        step = self._step(rows)
+        for layer in layers:
+            if rows.rows < self._state.length:
+                self._documents.load_layer(layer, self._pool, self._state, only_prefix=only_prefix)
+            streams = self._context.walk.run(layer, step, self._pool, streams, tau=tau, observe=self._observe)
+        return streams
+
+    def _step(self, rows: RowSet) -> Step:
+        context, documents = self._context, self._documents
+        ratio = context.geometry.csa_ratio
+        idle = rows.rows < self._state.length
+        extras = {ratio: documents.boundary_rows(rows)} if idle and self._has_csa else {}
+        starts = np.array([segment.start for segment in self._state.segments])
+        frames = rows.positions - starts[np.searchsorted(starts, rows.positions, side="right") - 1]
+        device = context.device
+        return Step(
+            rows=rows,
+            tokens=torch.from_numpy(self._tokens[rows.positions]).to(device),
+            frames=torch.from_numpy(frames).to(device),
+            pool_rows=torch.from_numpy(rows.positions + self._state.latent_offset).to(device),
+            tables=ratio_tables(context.geometry, [self._state], rows, extras, device),
+            extra_raw=(lambda layer: documents.boundary_raw(layer, rows)) if idle else no_extra_raw(self._pool),
+            restore=(
+                no_restore(context.local_width, context.dtype, device)
+                if rows.full_rows == rows.rows
+                else lambda layer, chosen: documents.restore_local(layer, rows.positions[chosen])
+            ),
+        )
+
+
+def _positions_outside_idle_prefix(segments: Sequence[Segment], flags: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Rows of the leading fence: all but the unprotected rows of an exact prefix, which run in no layer."""
+    runs = np.ones(len(flags), dtype=bool)
+    for segment in segments:
+        if segment.kind is SegmentKind.PREFIX:
+            runs[segment.start : segment.stop] = flags[segment.start : segment.stop] != 0
+    return np.flatnonzero(runs)

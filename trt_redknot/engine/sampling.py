@@ -1,0 +1,33 @@
+"""From logits to the next token. The same logits, parameters and seed give the same token on every rank."""
+
+from __future__ import annotations
+
+import torch
+
+from trt_redknot.request.request import Sampling
+
+
+class Sampler:
+    """Draws the tokens of one request.
+
+    Args:
+        sampling: temperature 0 is greedy (ties to the lower id).
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._generator = torch.Generator(device="cpu").manual_seed(sampling.seed)
+
+    def draw(self, logits_V: torch.Tensor) -> int:
+        """The next token for fp32 logits [V]."""
+        sampling = self._sampling
+        if sampling.temperature == 0.0:
+            return int(logits_V.argmax())
+        ordered = (logits_V.double().cpu() / sampling.temperature).sort(descending=True, stable=True)
+        probabilities = ordered.values.softmax(0)
+        if sampling.top_k is not None:
+            probabilities[sampling.top_k :] = 0
+        # The nucleus keeps the token that crosses top_p, so that it is never empty.
+        probabilities[(probabilities.cumsum(0) - probabilities) >= sampling.top_p] = 0
+        choice = torch.multinomial(probabilities, 1, generator=self._generator)
+        return int(ordered.indices[choice])

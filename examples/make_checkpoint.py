@@ -1,7 +1,7 @@
 """Writes a small DeepSeek-V4 checkpoint with seeded random weights, through transformers itself.
 
-It has every part of the real network (all three kinds of layers, hash and learned routers, YaRN, sinks, hyper-connections)
-at sizes that a laptop runs, in the format of a released repository: config.json, sharded safetensors, tokenizer. It has
+It has every part of the real network (all three kinds of layers, both routers, YaRN, sinks, hyper-connections) at
+sizes that a laptop runs, in the format of a released repository: config.json, sharded safetensors, tokenizer. It has
 learned nothing: its answers are random, and two ways of computing them can still be compared exactly.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import torch
 from transformers import AutoTokenizer, DeepseekV4Config, DeepseekV4ForCausalLM, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from trt_redknot.cli.command import run_command
 from trt_redknot.errors import CheckpointError
@@ -109,7 +110,7 @@ def write_checkpoint(output: Path, seed: int, dtype: torch.dtype) -> int:
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     model = DeepseekV4ForCausalLM(nano_config(tokenizer))
     randomise(model, torch.Generator().manual_seed(seed))
-    model.to(dtype).save_pretrained(output, max_shard_size="16MB")
+    torch.nn.Module.to(model, dtype).save_pretrained(output, max_shard_size="16MB")
     tokenizer.save_pretrained(output)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -120,6 +121,7 @@ def write_checkpoint(output: Path, seed: int, dtype: torch.dtype) -> int:
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 def main(output: Path, seed: int, dtype: str) -> None:
     """Write a small DeepSeek-V4 checkpoint with random weights and the example tokenizer."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     parameters = write_checkpoint(output, seed, torch.float32 if dtype == "float32" else torch.bfloat16)
     click.echo(f"{output}: {parameters:,} parameters, seed {seed}, {dtype}")
 

@@ -37,7 +37,7 @@ def train(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise SystemExit(f"error: the texts give {tokenizer.get_vocab_size()} tokens, expected {VOCABULARY}")
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=BOS,
         eos_token=EOS,
@@ -48,7 +48,9 @@ def train(texts: list[str]) -> PreTrainedTokenizerFast:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for tokenizer.json and tokenizer_config.json")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for tokenizer.json and tokenizer_config.json"
+    )
     output: Path = parser.parse_args().output
     documents = [path.read_text(encoding="utf-8") for path in sorted(DOCUMENTS.glob("*.txt"))]
     tokenizer = train(documents * DOCUMENT_WEIGHT + [topics[name] for name in sorted(topics)])

@@ -38,8 +38,9 @@ from trt_redknot.errors import RedKnotError, StoreError
 class ArtifactBuild:
     """Made by :meth:`ArtifactStore.begin`; a context manager. Leaving it without `publish` removes what was written.
 
-    `add` never raises for a full disk or a failed write: the first failure is kept and `publish`, which every rank calls,
-    raises it on all ranks. A caller whose own work fails on one rank tells it with `fail` and goes on to `publish`.
+    `add` never raises for a full disk or a failed write: the first failure is kept and `publish`, which every rank
+    calls, raises it on all ranks. A caller whose own work fails on one rank tells it with `fail` and goes on to
+    `publish`. Leaving on an exception is local, so that the exception can end the job.
 
     Attributes:
         artifact_id: the id, known before anything is written.
@@ -86,7 +87,7 @@ class ArtifactBuild:
         return sum(plan.bytes for plan in self._plans.values())
 
     def add(self, spec: PartSpec, tensor: torch.Tensor) -> None:
-        """Take one part, [shape of spec] of any float dtype on any device; it is encoded at once, the caller keeps its own.
+        """Take one part, [shape of spec], any float dtype, any device; it is encoded at once, the caller keeps its own.
 
         A layer group's file is written when its last part has come, so memory holds at most the open groups.
 
@@ -120,8 +121,8 @@ class ArtifactBuild:
             The artifact's id.
 
         Raises:
-            StoreError: a rank failed to write, a part was not added, or two ranks wrote the same file; on all ranks, with
-                nothing visible.
+            StoreError: a rank failed to write, a part was not added, or two ranks wrote the same file; on all ranks,
+                with nothing visible.
         """
         if self.exists:
             return self.artifact_id
@@ -146,7 +147,7 @@ class ArtifactBuild:
         self._over = True
         self._buffers.clear()
         if self._folder is not None and self._collectives.rank == 0:
-            # What cannot be removed now (a rank that still writes, a failing disk) is an orphan once the locks are free.
+            # What cannot be removed now (a rank still writes, the disk fails) is an orphan once the locks are free.
             with contextlib.suppress(OSError):
                 self._store.files.remove_tree(self._folder)
         for lock in self._locks:

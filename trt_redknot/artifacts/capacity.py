@@ -22,7 +22,7 @@ class Orphans:
 
 
 def make_room(store: StoreFolder, needed: int, capacity: int | None) -> tuple[Published, ...]:
-    """Evict, least recently used first, until `needed` bytes fit into the namespace's capacity. The caller holds the mutex.
+    """Evict, least recently used first, until `needed` bytes fit into the capacity. The caller holds the mutex.
 
     Superseded generations go first. Pinned and leased ones stay. Nothing is evicted where that would not be enough.
 

@@ -1,4 +1,4 @@
-"""The certificate: what an artifact is, whom it fits and what every file of it must be. Parsed as if it came from an enemy."""
+"""The certificate: what an artifact is, whom it fits, what every file of it must be. Parsed as if from an enemy."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Certificate(_Strict):
         )
 
     @property
-    def bytes(self) -> int:
+    def data_bytes(self) -> int:
         """Bytes of the tensor files."""
         return sum(file.size for file in self.files)
 

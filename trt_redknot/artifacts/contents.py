@@ -1,4 +1,4 @@
-"""What an artifact holds: the names and shapes of its tensors (docs/artifact-format.md). One definition for all sides."""
+"""What an artifact holds: names and shapes of its tensors (docs/artifact-format.md). One definition for all sides."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def tree_bytes(path: Path) -> int:
 
 
 def walk_files(path: Path, prefix: str = "") -> Iterator[tuple[str, int, bool]]:
-    """(relative path, size, is a regular file) of everything below `path` that is not a folder. Links are not followed."""
+    """(relative path, size, is a regular file) of all below `path` that is not a folder. Links are not followed."""
     with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
         for entry in entries:
             relative = f"{prefix}{entry.name}"

@@ -2,10 +2,10 @@
 
 <root>/<namespace>/<artifact id>/gen-00000001/    a published generation (docs/artifact-format.md)
 <root>/<namespace>/<artifact id>/pinned           present while the artifact is pinned
-<root>/.building/<name>/                          a build that is not published; its build.lock is held while it lives
+<root>/.building/<name>/                          an unpublished build; its build.lock is held while it lives
 <root>/.trash/<name>/                             removed with one rename, not yet deleted
 <root>/.quarantine/<name>/                        a corrupt generation and reason.json
-<root>/.locks/                                    store.lock (short changes), <namespace>/<artifact id>.lock (one build)
+<root>/.locks/                                    store.lock (short changes), <namespace>/<id>.lock (one build)
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MAX_NOTE_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A published generation on disk. `last_used` is in seconds since the epoch, `superseded` where a newer one exists."""
+    """A published generation. `last_used` is in seconds since the epoch, `superseded` where a newer one exists."""
 
     artifact_id: str
     generation: int
@@ -78,9 +78,7 @@ class StoreFolder:
                 found=repr(namespace),
             )
         if root.exists() and not root.is_dir():
-            raise StoreError(
-                "the artifact store is not a folder", path=root, remedy="Name a folder, or a path to create."
-            )
+            raise StoreError("the artifact store is not a folder", path=root, remedy="Name a folder or a new path.")
         self.root = root.absolute()
         self.namespace = namespace
         self.files = files
@@ -186,18 +184,18 @@ class StoreFolder:
         return certificate
 
     def try_own(self, path: Path) -> FileLock | None:
-        """The exclusive lock of a generation, None where it is leased. Raises OSError where it has no usable lock file."""
+        """The exclusive lock of a generation, None where it is leased. OSError where it has no usable lock file."""
         return try_lock_path(path / LEASE_LOCK, exclusive=True)
 
     def discard(self, path: Path) -> None:
-        """Make a folder invisible with one rename, then delete it. What a crash leaves in the trash is collected by gc."""
+        """Make a folder invisible with one rename, then delete it. What a crash leaves in the trash, gc collects."""
         ensure_folder(self.files, self.trash)
         doomed = self.trash / uuid.uuid4().hex
         self.files.rename(path, doomed)
         self.files.remove_tree(doomed)
 
     def set_aside(self, found: Published, reason: str) -> Path | None:
-        """Move a corrupt generation into quarantine beside a reason file; None where it is leased or gone. OSError passes."""
+        """Move a corrupt generation into quarantine beside a reason file; None where it is leased or gone."""
         with self.mutex():
             try:
                 lock = self.try_own(found.path)
@@ -209,16 +207,16 @@ class StoreFolder:
                 if lock is None:
                     return None
             with lock or contextlib.nullcontext():
-                name = (
-                    f"{self.namespace}.{found.artifact_id}.{generation_name(found.generation)}.{uuid.uuid4().hex[:8]}"
-                )
-                place = self.quarantine / name
+                place = self.quarantine / self.unique_name(found.artifact_id, found.generation)
                 ensure_folder(self.files, place)
                 note = {"artifact_id": found.artifact_id, "generation": found.generation, "reason": reason}
                 write_file(self.files, place / REASON_FILE, [memoryview(json.dumps(note).encode())])
                 self.files.rename(found.path, place / GENERATION_FOLDER)
                 sync_folder(self.files, self.quarantine)
                 return place
+
+    def unique_name(self, artifact_id: str, generation: int) -> str:
+        return f"{self.namespace}.{artifact_id}.{generation_name(generation)}.{uuid.uuid4().hex[:8]}"
 
     def read_note(self, path: Path) -> dict[str, object]:
         """A small JSON object of the store's own (reservation, reason); empty where it is missing or malformed."""

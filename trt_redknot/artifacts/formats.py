@@ -20,7 +20,7 @@ from trt_redknot.ops.reference.packing import (
 
 
 class ArtifactFormat(StrEnum):
-    """FLOAT32 and BFLOAT16 are exact for engines of that dtype; FP8 packs latents, indexer keys and Local contributions."""
+    """FLOAT32 and BFLOAT16 are exact for engines of that dtype; FP8 packs latents, indexer keys and Local."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"

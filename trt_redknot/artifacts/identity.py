@@ -15,7 +15,7 @@ _ID_DIGITS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ArtifactIdentity:
-    """What an engine must have in common with an artifact to reuse it. An engine hands it in together with its ranks."""
+    """What an engine must have in common with an artifact to reuse it."""
 
     checkpoint_fingerprint: str
     profile_digest: str
@@ -59,7 +59,7 @@ class TpGeometry:
 
     @classmethod
     def even(cls, geometry: ModelGeometry, size: int) -> TpGeometry:
-        """The layout of every engine: the output groups, in order, split evenly. Raises ConfigError where they do not."""
+        """The layout of every engine: the output groups, in order, split evenly; ConfigError where they cannot be."""
         if size < 1 or geometry.output_groups % size:
             allowed = [parts for parts in range(1, geometry.output_groups + 1) if geometry.output_groups % parts == 0]
             raise ConfigError(
@@ -82,7 +82,7 @@ class TpGeometry:
 
 
 def artifact_id_of(namespace: str, token_digest: str, identity: ArtifactIdentity) -> str:
-    """The id of a document's artifact: 32 hex digits over namespace, tokens and identity. The ranks are not part of it."""
+    """The id of a document's artifact: 32 hex digits over namespace, tokens and identity, but not the ranks."""
     fields = asdict(identity)
     parts = [namespace, token_digest, *(str(fields[name]) for name in sorted(fields))]
     return digest_bytes(*(part.encode() for part in parts))[:_ID_DIGITS]

@@ -27,8 +27,8 @@ from trt_redknot.digests import digest_tokens
 class VerifiedFiles:
     """Which files were found to match their digest, by what the file system says of them.
 
-    A file counts as unchanged while device, inode, modification time, change time and size are the same; anything else is
-    hashed again. The memory lives with the store object, so a new process verifies what it opens once.
+    A file counts as unchanged while device, inode, modification time, change time and size are the same; anything else
+    is hashed again. The memory lives with the store object, so a new process verifies what it opens once.
     """
 
     def __init__(self) -> None:
@@ -50,10 +50,10 @@ def nothing_between() -> None:
 
 
 class Lease:
-    """Made by :meth:`ArtifactStore.open`; a context manager. Tensors stay readable after `close`, eviction may then follow.
+    """Made by :meth:`ArtifactStore.open`; a context manager. Tensors that were read stay readable after `close`.
 
-    No tensor is served from a file whose size and digest were not compared with the certificate: `verify` does it for all
-    files this rank needs, and any other access does it for the file it needs.
+    No tensor is served from a file whose size and digest were not compared with the certificate: `verify` does it for
+    all files this rank needs, and any other access does it for the file it needs.
 
     Args:
         rank: whose Local contributions `tensor` and `rows` read; None where only common parts are read.
@@ -94,7 +94,7 @@ class Lease:
             between: called between files and between chunks of a file; what it raises (a deadline) passes through.
 
         Raises:
-            ArtifactError: the first file that is missing, not a regular file, of another size or content, or unreadable.
+            ArtifactError: the first file that is missing, not a regular file, of wrong size or content, or unreadable.
         """
         for file in self.certificate.files_of(self.rank):
             between()
@@ -104,7 +104,7 @@ class Lease:
                 self._file(file.path, between)
 
     def check_sizes(self) -> None:
-        """Check that all certified files are there with their size, without reading them. ArtifactError names the first."""
+        """Check that the certified files are there with their size, without reading them; else ArtifactError."""
         for file in self.certificate.files_of(self.rank):
             open_certified(self._files, self._folder.fd, file, label=str(self.path / file.path)).close()
 
@@ -164,19 +164,17 @@ class Lease:
         return self._decode(part, self.raw(part, layer), dtype)
 
     def rows(
-        self, part: Part, layer: int | None, row_index: torch.Tensor, dtype: torch.dtype | None = None
+        self, part: Part, layer: int | None, index: torch.Tensor, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Rows `row_index` (int64 [k], any order, repeats allowed) of the tensor: [k, ...]. Reads only the pages they lie on.
+        """Rows `index` (int64 [k], any order, repeats allowed): [k, ...]. Reads only the pages they lie on.
 
         Raises:
             IndexError: a row outside the tensor.
         """
         stored = self.raw(part, layer)
-        if row_index.numel() and not 0 <= int(row_index.min()) <= int(row_index.max()) < stored.shape[0]:
-            raise IndexError(
-                f"rows {int(row_index.min())}..{int(row_index.max())} of {part} with {stored.shape[0]} rows"
-            )
-        return self._decode(part, stored.index_select(0, row_index.cpu()), dtype)
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < stored.shape[0]:
+            raise IndexError(f"rows {int(index.min())}..{int(index.max())} of {part} with {stored.shape[0]} rows")
+        return self._decode(part, stored.index_select(0, index.cpu()), dtype)
 
     def close(self) -> None:
         self._open.clear()

@@ -47,7 +47,7 @@ def try_lock(fd: int, *, exclusive: bool) -> bool:
 
 
 def try_lock_path(path: Path, *, exclusive: bool) -> FileLock | None:
-    """A lock on an existing file, or None where someone else holds it. Raises OSError where the file cannot be opened."""
+    """A lock on an existing file, or None where someone else holds it. OSError where it cannot be opened."""
     descriptor = Descriptor(_open(path))
     if try_lock(descriptor.fd, exclusive=exclusive):
         return FileLock(descriptor)

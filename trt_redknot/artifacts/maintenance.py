@@ -146,7 +146,7 @@ class Maintenance:
                 self._folder.files.remove(self._folder.artifact(artifact_id) / PIN_FILE)
 
     def gc(self, *, quarantine: bool = False) -> Collected:
-        """Remove builds whose builder is dead, the trash, superseded generations, empty folders; on request the quarantine.
+        """Remove dead builds, the trash, superseded generations and empty folders; on request the quarantine too.
 
         What is leased, pinned or being built stays.
         """

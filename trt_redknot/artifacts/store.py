@@ -7,11 +7,11 @@ import errno
 import json
 import os
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
@@ -36,10 +36,11 @@ from trt_redknot.artifacts.folder import (
     generation_name,
 )
 from trt_redknot.artifacts.identity import ArtifactIdentity, TpGeometry, artifact_id_of
-from trt_redknot.artifacts.layout import LEASE_LOCK, FilePlan, data_bytes, plan_files
+from trt_redknot.artifacts.layout import LEASE_LOCK, TOKENS, TOKENS_FILE, FilePlan, data_bytes, plan_files
 from trt_redknot.artifacts.lease import Lease, VerifiedFiles, nothing_between
 from trt_redknot.artifacts.locks import FileLock, try_lock
 from trt_redknot.artifacts.maintenance import Maintenance
+from trt_redknot.artifacts.tensorfile import TensorFile
 from trt_redknot.collectives.base import Collectives
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
@@ -91,7 +92,7 @@ class ArtifactStore(Maintenance):
         return artifact_id_of(self.namespace, digest_tokens(np.asarray(tokens, dtype=np.int64)), identity)
 
     def find(self, artifact_id: str, *, identity: ArtifactIdentity, tp: TpGeometry) -> Certificate | None:
-        """The newest generation's certificate where it fits this engine and all its files have their size, else None."""
+        """The newest generation's certificate where it fits this engine and all files have their size, else None."""
         try:
             with self.open(artifact_id, verify=False) as lease:
                 certificate = lease.certificate
@@ -109,6 +110,7 @@ class ArtifactStore(Maintenance):
         rank: int | None = None,
         generation: int | None = None,
         verify: bool = True,
+        timeout_s: float | None = None,
         between: Callable[[], None] = nothing_between,
     ) -> Lease:
         """Lease a generation, by default the newest published one.
@@ -116,22 +118,51 @@ class ArtifactStore(Maintenance):
         Args:
             rank: whose Local contributions will be read.
             verify: check all files this rank needs now; otherwise each file is checked when it is first read.
+            timeout_s: seconds to wait for a process that is removing it; left out: the store's `lock_timeout_s`.
             between: called between files and chunks while verifying; what it raises passes through.
 
         Raises:
             ArtifactError: there is none, or it is corrupt.
             StoreError: it cannot be locked.
         """
-        lease = self._lease(artifact_id, rank, generation)
+        lease = self._lease(artifact_id, rank, generation, timeout_s)
         try:
-            if rank is not None and not 0 <= rank < lease.certificate.tp_size:
-                raise ValueError(f"rank {rank} of an artifact of {lease.certificate.tp_size}")
             if verify:
                 lease.verify(between)
         except BaseException:
             lease.close()
             raise
         return lease
+
+    def newest(self, artifact_id: str) -> int | None:
+        """The newest generation that has a certificate, None where there is none."""
+        return max(self._folder.generations(artifact_id), default=None)
+
+    def read_tokens(self, artifact_id: str, identity: ArtifactIdentity) -> NDArray[np.int64] | None:
+        """A document's token ids although its artifact may be corrupt: ids that give this artifact id prove themselves.
+
+        Looks at every generation and needs no certificate. None where no token file proves itself.
+        """
+        for generation in reversed(self._folder.generations(artifact_id, certified=False)):
+            try:
+                ids = self._unproved_tokens(artifact_id, generation)
+            except (ArtifactError, OSError):
+                continue
+            if artifact_id_of(self.namespace, digest_tokens(ids), identity) == artifact_id:
+                return ids
+        return None
+
+    def _unproved_tokens(self, artifact_id: str, generation: int) -> NDArray[np.int64]:
+        parts = [self.namespace, artifact_id, generation_name(generation), TOKENS_FILE]
+        files = self._folder.files
+        with self._folder.open_root() as root:
+            target = Descriptor(files.open_beneath(root.fd, parts, os.O_RDONLY | os.O_NONBLOCK))
+        with target:
+            label = str(self._folder.generation(artifact_id, generation) / TOKENS_FILE)
+            size = os.fstat(target.fd).st_size
+            tensor = TensorFile(target.fd, size, label=label, files=files).tensor(TOKENS)
+            ids: NDArray[np.int64] = tensor.to(torch.int64).reshape(-1).numpy().copy()
+            return ids
 
     def begin(
         self,
@@ -161,7 +192,8 @@ class ArtifactStore(Maintenance):
             ConfigError: the output groups cannot be split over the ranks.
             CollectiveError: the ranks were given different documents.
         """
-        error: RedKnotError | None = None
+        # What stands if this rank breaks in a way nobody foresaw: the others are waiting and must learn of it.
+        error: RedKnotError | None = CollectiveError("a rank broke while it prepared a build")
         site: _Site | None = None
         document = np.zeros(0, dtype=np.int64)
         try:
@@ -169,16 +201,15 @@ class ArtifactStore(Maintenance):
             if collectives.rank == 0:
                 draft, plans = self._draft(document, identity, geometry, profile, collectives.size)
                 site = self._prepare(draft, plans, identity, rebuild, wait_s)
+            error = None
         except RedKnotError as failure:
             error = failure
-        own = [digest_tokens(document), None if site is None else site.to_json()]
-        try:
-            replies = agree(collectives, own, error)
+        finally:
+            own = [digest_tokens(document), None if site is None else site.to_json()]
+            with _abandoning(site, self._folder.files):
+                replies = agree(collectives, own, error)
+        with _abandoning(site, self._folder.files):
             return self._join(replies, document, identity, geometry, profile, collectives, site)
-        except BaseException:
-            if site is not None:
-                site.abandon(self._folder.files)
-            raise
 
     def _join(
         self,
@@ -190,7 +221,7 @@ class ArtifactStore(Maintenance):
         collectives: Collectives,
         site: _Site | None,
     ) -> ArtifactBuild:
-        digests, places = zip(*replies, strict=True)  # type: ignore[call-overload]
+        digests, places = zip(*replies, strict=True)
         if len(set(digests)) > 1:
             raise CollectiveError("the ranks were given different documents", expected=digests[0], found=list(digests))
         name, generation = places[0]
@@ -291,7 +322,7 @@ class ArtifactStore(Maintenance):
 
     def _create_site(self, draft: Certificate, generation: int, needed: int, lock: FileLock) -> _Site:
         folder, files = self._folder, self._folder.files
-        name = f"{self.namespace}.{draft.artifact_id}.{generation_name(generation)}.{uuid.uuid4().hex[:8]}"
+        name = folder.unique_name(draft.artifact_id, generation)
         place = folder.building / name
         with folder.mutex():
             make_room(folder, needed, self.capacity_bytes)
@@ -310,8 +341,8 @@ class ArtifactStore(Maintenance):
                 raise
         return site
 
-    def _lease(self, artifact_id: str, rank: int | None, generation: int | None) -> Lease:
-        deadline = time.monotonic() + self._folder.lock_timeout_s
+    def _lease(self, artifact_id: str, rank: int | None, generation: int | None, timeout_s: float | None) -> Lease:
+        deadline = time.monotonic() + (self._folder.lock_timeout_s if timeout_s is None else timeout_s)
         while True:
             number = self._choose(artifact_id, generation)
             lease = self._try_lease(artifact_id, rank, number)
@@ -398,6 +429,16 @@ class _Site:
                 files.remove_tree(self.place)
         for lock in self.locks:
             lock.close()
+
+
+@contextlib.contextmanager
+def _abandoning(site: _Site | None, files: Files) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if site is not None:
+            site.abandon(files)
+        raise
 
 
 def checked_tokens(tokens: Sequence[int] | NDArray[np.int64], vocab: int) -> NDArray[np.int64]:

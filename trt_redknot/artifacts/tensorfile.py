@@ -100,9 +100,11 @@ class TensorFile:
         self._start = start
         try:
             # The descriptor's own path: what is mapped is the file that was checked, whatever its name means by now.
-            self._storage: torch.UntypedStorage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, size)
+            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, size)
         except RuntimeError as error:
             raise ArtifactError(ArtifactFault.FILE_UNREADABLE, f"cannot be mapped: {error}", path=label) from error
+        assert isinstance(storage, torch.UntypedStorage)
+        self._storage = storage
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._entries)

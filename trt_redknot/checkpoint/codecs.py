@@ -1,7 +1,7 @@
 """Block formats of weights: FP8 e4m3 in 128x128 blocks, FP4 e2m1 in 32-wide blocks; scales are ue8m0 or fp32.
 
-A value is its code times the scale of its block; a ue8m0 scale is a power of two. Rounding is to nearest, ties to the even code; quantisers choose the
-smallest power of two that keeps a block's largest value in range, so nothing saturates.
+A value is its code times the scale of its block; a ue8m0 scale is a power of two. Rounding is to nearest, ties to the
+even code. Quantisers choose the smallest power of two that keeps a block's largest value in range: nothing saturates.
 """
 
 from __future__ import annotations

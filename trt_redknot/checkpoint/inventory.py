@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from trt_redknot.checkpoint.codecs import FP4_BLOCK, FP8_BLOCK
@@ -38,12 +38,16 @@ class Inventory:
 class _Found:
     """What the headers of all files hold."""
 
-    pieces: dict[Piece, StoredTensor] = field(default_factory=dict)
-    ignored: list[str] = field(default_factory=list)
+    pieces: Mapping[Piece, StoredTensor]
+    ignored: tuple[str, ...]
     # Pieces that the index places in a file that could not be read.
-    unreadable: set[Piece] = field(default_factory=set)
+    unreadable: frozenset[Piece]
     # Without an index nobody knows what an unreadable file held.
-    blind: bool = False
+    blind: bool
+
+    def excuses(self, piece: Piece) -> bool:
+        """Whether the absence of `piece` is explained by a file that is listed as unreadable already."""
+        return self.blind or piece in self.unreadable
 
 
 def take_inventory(directory: Path, files: WeightFiles, geometry: ModelGeometry) -> Inventory:
@@ -56,17 +60,19 @@ def take_inventory(directory: Path, files: WeightFiles, geometry: ModelGeometry)
     found = _survey(directory, files, faults)
     expected: set[Piece] = set()
     for prefix, spec in _all_specs(geometry):
-        for name, shape in _stored_pieces(prefix, spec, found.pieces):
-            expected.update(_check_piece(name, shape, spec, found, faults))
+        for name, shape in _stored_pieces(prefix, spec, found):
+            expected |= _check_piece(name, shape, spec, found, faults)
     for piece, tensor in found.pieces.items():
         if piece not in expected:
             faults.add("unexpected", tensor.name, f"{tensor.dtype} {list(tensor.shape)} in {tensor.file}")
     faults.raise_if_any(directory)
-    return Inventory(pieces=found.pieces, ignored=tuple(found.ignored))
+    return Inventory(pieces=found.pieces, ignored=found.ignored)
 
 
 def _survey(directory: Path, files: WeightFiles, faults: Faults) -> _Found:
-    found = _Found()
+    pieces: dict[Piece, StoredTensor] = {}
+    ignored: list[str] = []
+    unreadable: set[Piece] = set()
     blind = False
     for file in files.names:
         try:
@@ -74,12 +80,15 @@ def _survey(directory: Path, files: WeightFiles, faults: Faults) -> _Found:
         except HeaderError as error:
             faults.add("unreadable", file, str(error))
             blind = blind or files.index is None
-            found.unreadable.update(_pieces_of(files.listed_in(file)))
+            unreadable.update(_pieces_of(files.listed_in(file)))
             continue
         _compare_with_index(file, files, tensors, faults)
         for tensor in tensors.values():
-            _place(tensor, found, faults)
-    return _Found(pieces=found.pieces, ignored=found.ignored, unreadable=found.unreadable, blind=blind)
+            if is_ignored(tensor.name):
+                ignored.append(tensor.name)
+            else:
+                _place(tensor, pieces, faults)
+    return _Found(pieces=pieces, ignored=tuple(ignored), unreadable=frozenset(unreadable), blind=blind)
 
 
 def _pieces_of(names: Iterable[str]) -> Iterator[Piece]:
@@ -100,20 +109,17 @@ def _compare_with_index(file: str, files: WeightFiles, tensors: Mapping[str, Sto
         faults.add("unexpected", name, f"{file} holds it, the index places it {'in ' + place if place else 'nowhere'}")
 
 
-def _place(tensor: StoredTensor, found: _Found, faults: Faults) -> None:
-    if is_ignored(tensor.name):
-        found.ignored.append(tensor.name)
-        return
+def _place(tensor: StoredTensor, pieces: dict[Piece, StoredTensor], faults: Faults) -> None:
     if tensor.truncated:
         faults.add("truncated", tensor.name, f"its bytes end after the end of {tensor.file}")
     piece = resolve(tensor.name)
     if piece is None:
         faults.add("unexpected", tensor.name, f"{tensor.dtype} {list(tensor.shape)} in {tensor.file}")
-    elif piece in found.pieces:
-        other = found.pieces[piece]
+    elif piece in pieces:
+        other = pieces[piece]
         faults.add("unexpected", tensor.name, f"in {tensor.file}, the same as {other.name} in {other.file}")
     else:
-        found.pieces[piece] = tensor
+        pieces[piece] = tensor
 
 
 def _all_specs(geometry: ModelGeometry) -> Iterator[tuple[str, TensorSpec]]:
@@ -124,12 +130,11 @@ def _all_specs(geometry: ModelGeometry) -> Iterator[tuple[str, TensorSpec]]:
             yield f"layers.{layer}.", spec
 
 
-def _stored_pieces(
-    prefix: str, spec: TensorSpec, pieces: Mapping[Piece, StoredTensor]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _stored_pieces(prefix: str, spec: TensorSpec, found: _Found) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(piece name, shape of its values) of a tensor: itself, or one by one where experts are not fused."""
-    if spec.storage is not Storage.EXPERTS or Piece(prefix + spec.name) in pieces:
-        yield prefix + spec.name, stored_shape(spec)
+    whole = Piece(prefix + spec.name)
+    if spec.storage is not Storage.EXPERTS or whole in found.pieces or whole in found.unreadable:
+        yield whole.name, stored_shape(spec)
         return
     experts, rows, columns = spec.shape
     for expert in range(experts):
@@ -150,36 +155,34 @@ def stored_shape(spec: TensorSpec) -> tuple[int, ...]:
     return spec.shape
 
 
-def _check_piece(name: str, shape: tuple[int, ...], spec: TensorSpec, found: _Found, faults: Faults) -> Iterator[Piece]:
-    """The pieces that belong to `name`: its values, and its scales where it is stored in blocks."""
+def _check_piece(name: str, shape: tuple[int, ...], spec: TensorSpec, found: _Found, faults: Faults) -> set[Piece]:
+    """Checks a piece's dtype and shape, and its scales. Returns the pieces that belong to `name`."""
     values, scales = Piece(name), Piece(name, is_scale=True)
-    yield values
     tensor = found.pieces.get(values)
     if tensor is None:
-        yield scales
-        if values not in found.unreadable and not found.blind:
+        if not found.excuses(values):
             faults.add("missing", released_name(values), f"shape {list(shape)}")
-        return
-    expected_shape, scale_shape = shape, None
+        return {values, scales}
     if tensor.dtype == _FP8 and spec.storage in (Storage.MATRIX, Storage.EXPERTS):
-        scale_shape = (*shape[:-2], -(-shape[-2] // FP8_BLOCK), -(-shape[-1] // FP8_BLOCK))
+        _check_shape(tensor, shape, faults)
+        grid = (*shape[:-2], -(-shape[-2] // FP8_BLOCK), -(-shape[-1] // FP8_BLOCK))
     elif tensor.dtype in _FP4 and spec.storage is Storage.EXPERTS and shape[-1] % 2 == 0:
-        expected_shape = (*shape[:-1], shape[-1] // 2)
-        scale_shape = (*shape[:-1], -(-shape[-1] // FP4_BLOCK))
-    elif tensor.dtype not in (_INTEGER if spec.storage is Storage.TABLE else _PLAIN):
+        _check_shape(tensor, (*shape[:-1], shape[-1] // 2), faults)
+        grid = (*shape[:-1], -(-shape[-1] // FP4_BLOCK))
+    elif tensor.dtype in (_INTEGER if spec.storage is Storage.TABLE else _PLAIN):
+        _check_shape(tensor, shape, faults)
+        return {values}
+    else:
         faults.add("misshapen", tensor.name, f"dtype {tensor.dtype} is not one that {spec.name} can be stored in")
-        yield scales
-        return
-    _check_shape(tensor, expected_shape, faults)
-    if scale_shape is not None:
-        yield scales
-        _check_scales(scales, scale_shape, found, faults)
+        return {values, scales}
+    _check_scales(scales, grid, found, faults)
+    return {values, scales}
 
 
 def _check_scales(scales: Piece, shape: tuple[int, ...], found: _Found, faults: Faults) -> None:
     tensor = found.pieces.get(scales)
     if tensor is None:
-        if scales not in found.unreadable and not found.blind:
+        if not found.excuses(scales):
             faults.add("missing", released_name(scales), f"block scales, shape {list(shape)}")
     elif tensor.dtype not in _SCALE:
         faults.add("misshapen", tensor.name, f"dtype {tensor.dtype}, expected one of {sorted(_SCALE)}")

@@ -84,6 +84,8 @@ class Prefill:
         streams = self._layers(profile.reusable, live, streams, tau=self._policy.effective_tau if self._policy else 1.0)
 
         trailing, filled = self._trailing(plan, live, leading, streams)
+        if self._observe.before_trailing is not None:
+            self._observe.before_trailing(filled, trailing)
         streams = self._layers(
             range(profile.trailing_start, profile.layers), trailing, filled, only_prefix=trailing is leading
         )
@@ -148,6 +150,8 @@ class Prefill:
             if rows.rows < self._state.length:
                 self._documents.load_layer(layer, self._pool, self._state, only_prefix=only_prefix)
             streams = self._context.walk.run(layer, step, self._pool, streams, tau=tau, observe=self._observe)
+            if self._observe.after_layer is not None:
+                self._observe.after_layer(layer)
         return streams
 
     def _step(self, rows: RowSet) -> Step:

@@ -49,6 +49,8 @@ class Observation:
         salience_rows: bool [R] of the row set: rows whose Indexer scores are summed, in the layers of `salience_layers`.
         salience: sums of scores per entry, and rows that saw the entry, over all ranks.
         fanout: own rows by number of experts run, in the layers of `fanout_layers`: int64 [top_k + 1].
+        after_layer: called when a layer is done and its part of the pool is final.
+        before_trailing: called with the own streams that enter the trailing fence, and their rows.
     """
 
     keep_local: range = range(0)
@@ -58,6 +60,8 @@ class Observation:
     salience: tuple[torch.Tensor, torch.Tensor] | None = None
     fanout_layers: range = range(0)
     fanout: torch.Tensor | None = None
+    after_layer: Callable[[int], None] | None = None
+    before_trailing: Callable[[torch.Tensor, RowSet], None] | None = None
 
 
 def no_extra_raw(pool: CachePool) -> ExtraRaw:

@@ -8,10 +8,10 @@ Plain row of `width` channels (Local contribution, indexer keys):
 
     channels as e4m3 | zero pad to 4 bytes | one fp32 scale per 128 channels
 
-Scales are powers of two, the smallest that brings the largest finite magnitude of their channels to at most 448, so that a
-code times its scale is exact in bf16 and fp32. Rounding is to nearest even. Channels that are not finite become NaN and
-do not disturb the scale; an all-zero block has scale 1. Scales never go below 2**-126, so subnormal blocks round towards
-zero with an absolute error below 2**-136.
+Scales are powers of two, the smallest that brings the largest finite magnitude of their channels to at most 448, so
+that a code times its scale is exact in bf16 and fp32. Rounding is to nearest even. Channels that are not finite become
+NaN and do not disturb the scale; an all-zero block has scale 1. Scales never go below 2**-126, so the error of a
+subnormal block is at most 2**-136.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pack_latents(latents: torch.Tensor, rope_dim: int) -> torch.Tensor:
     """Pack latents [n, head_dim] (any float dtype) into uint8 [n, latent_row_bytes]."""
     rows, head_dim = latents.shape
     nope = head_dim - rope_dim
-    assert 0 <= nope and rope_dim >= 0, f"{rope_dim} rope channels in a latent of {head_dim}"
+    assert 0 <= rope_dim <= head_dim, f"{rope_dim} rope channels in a latent of {head_dim}"
     codes, exponents = _quantise(latents[:, :nope].float(), LATENT_BLOCK)
     rope = latents[:, nope:].to(torch.bfloat16).contiguous().view(torch.uint8)
     scales = (exponents + _UE8M0_BIAS).to(torch.uint8)
@@ -55,7 +55,7 @@ def unpack_latents(packed: torch.Tensor, head_dim: int, rope_dim: int, dtype: to
     assert packed.shape[1] == latent_row_bytes(head_dim, rope_dim), tuple(packed.shape)
     rope_end = nope + 2 * rope_dim
     scales = packed[:, rope_end : rope_end + _blocks(nope, LATENT_BLOCK)]
-    values = _dequantise(packed[:, :nope], scales.int() - _UE8M0_BIAS, LATENT_BLOCK)
+    values = _dequantise(packed[:, :nope], scales.contiguous().view(torch.float8_e8m0fnu).float(), LATENT_BLOCK)
     rope = packed[:, nope:rope_end].contiguous().view(torch.bfloat16)
     return torch.cat((values.to(dtype), rope.to(dtype)), dim=1)
 
@@ -64,9 +64,8 @@ def pack_rows(values: torch.Tensor) -> torch.Tensor:
     """Pack rows [n, width] (any float dtype) into uint8 [n, row_bytes(width)]."""
     rows, width = values.shape
     codes, exponents = _quantise(values.float(), ROW_BLOCK)
-    scales = torch.ldexp(torch.ones((), dtype=torch.float32, device=values.device), exponents)
     pad = codes.new_zeros((rows, _ceil_to(width, 4) - width))
-    return torch.cat((codes, pad, scales.contiguous().view(torch.uint8)), dim=1)
+    return torch.cat((codes, pad, _power_of_two(exponents).view(torch.uint8)), dim=1)
 
 
 def unpack_rows(packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -74,8 +73,7 @@ def unpack_rows(packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.T
     assert packed.dtype is torch.uint8, packed.dtype
     assert packed.shape[1] == row_bytes(width), tuple(packed.shape)
     scales = packed[:, _ceil_to(width, 4) :].contiguous().view(torch.float32)
-    values = packed[:, :width].contiguous().view(torch.float8_e4m3fn).float()
-    return (values * _spread(scales, width, ROW_BLOCK)).to(dtype)
+    return _dequantise(packed[:, :width], scales, ROW_BLOCK).to(dtype)
 
 
 def _quantise(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,14 +87,19 @@ def _quantise(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Ten
     mantissa, exponent = torch.frexp(peak)
     exponents = (exponent - 9 + (mantissa > 0.875)).clamp(min=_LEAST_EXPONENT)
     exponents = torch.where(peak == 0, 0, exponents).int()
-    scaled = torch.ldexp(values, -_spread(exponents, width, block))
+    scaled = values * _spread(_power_of_two(-exponents), width, block)
     codes = torch.where(finite, scaled, torch.nan).to(torch.float8_e4m3fn)
     return codes.contiguous().view(torch.uint8), exponents
 
 
-def _dequantise(codes: torch.Tensor, exponents: torch.Tensor, block: int) -> torch.Tensor:
+def _dequantise(codes: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
     values = codes.contiguous().view(torch.float8_e4m3fn).float()
-    return torch.ldexp(values, _spread(exponents, codes.shape[1], block))
+    return values * _spread(scales, codes.shape[1], block)
+
+
+def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """fp32 2**e for int32 e from -126 to 127, from its bits: a power function may be off by a rounding."""
+    return ((exponents + 127) << 23).contiguous().view(torch.float32)
 
 
 def _spread(per_block: torch.Tensor, width: int, block: int) -> torch.Tensor:

@@ -1,0 +1,178 @@
+#pragma once
+
+// Which keys a unit reads: its segments become runs of consecutive keys, which the kernel walks tile by tile.
+
+#include "kernels/attention/units.cuh"
+
+namespace redknot::attention {
+
+inline constexpr int kSegmentBatch = 32;
+inline constexpr int kMaxRuns = 64;
+static_assert(kMaxRuns >= 2 * kSegmentBatch && kMaxRuns > kMaxUnitRows);
+
+enum class Source : int32_t { kWindow, kEntries, kSelected };
+
+// Keys x0 .. x0 + count - 1: request positions (window), entries of the sequence (entries), or places in the list (selected).
+struct Run {
+  Source source;
+  int32_t segment_start;  // request position of the frame's origin
+  int32_t x0;
+  int32_t row0;           // pool row of key x0; selected: place in the list of it
+  int32_t count;
+};
+
+struct Interval {
+  int32_t low;
+  int32_t high;
+};
+
+struct RunTable {
+  Run runs[kMaxRuns];
+  Interval windows[kMaxUnitRows];  // disjoint request positions that rows of the unit have in their windows
+  int32_t start[kSegmentBatch], stop[kSegmentBatch], latent[kSegmentBatch], entry[kSegmentBatch], entries[kSegmentBatch];
+  int32_t filled[kSegmentBatch];   // list places used by segments before, then up to and including this one
+  int32_t sorted[kMaxUnitRows];
+  int32_t window_count;
+  int32_t run_count;
+  int32_t next_segment;
+};
+
+// What the rows [begin, end) of a unit, which share a sequence, look like together. The same in every thread.
+struct Group {
+  int begin, end;
+  int first_segment, last_segment;
+  int lowest_position, highest_position;
+  int least_visible, most_visible;
+};
+
+__device__ __forceinline__ int narrow(int64_t value) {
+  return static_cast<int>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, value)));
+}
+
+// One warp: the union of the rows' windows as disjoint intervals, ascending. `position` is that of row `lane`.
+__device__ inline void build_windows(RunTable& table, Group const& group, int position, int window, int lane) {
+  bool const mine = lane >= group.begin && lane < group.end;
+  int rank = 0;
+  for (int other = group.begin; other < group.end; ++other) {
+    int const theirs = __shfl_sync(~0u, position, other);
+    rank += theirs < position || (theirs == position && other < lane);
+  }
+  if (mine) table.sorted[rank] = position;
+  __syncwarp();
+  if (lane == 0) {
+    int count = 0;
+    for (int i = 0; i < group.end - group.begin; ++i) {
+      int const high = table.sorted[i] + 1, low = high - window;
+      if (count > 0 && low <= table.windows[count - 1].high) {
+        table.windows[count - 1].high = high;
+      } else {
+        table.windows[count++] = {low, high};
+      }
+    }
+    table.window_count = count;
+  }
+  __syncwarp();
+}
+
+__device__ __forceinline__ int segment_of(RunTable const& table, int segments, int row) {
+  int low = 0, high = segments;  // the last segment whose first entry is not after `row`
+  while (high - low > 1) {
+    int const middle = (low + high) / 2;
+    if (table.entry[middle] <= row) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return row >= table.entry[low] && row - table.entry[low] < table.entries[low] ? low : -1;
+}
+
+// One warp: the selected entries of a row that lie in the batch's segments, grouped by segment, order kept.
+__device__ inline void build_list(RunTable& table, int32_t* list, int64_t const* selected, int top_k, int segments,
+                                  int first_entry, int visible, int64_t entry_rows, int lane) {
+  table.filled[lane] = 0;
+  __syncwarp();
+  int64_t const limit = min(entry_rows, int64_t{first_entry} + visible);
+  auto segment_at = [&](int place, int& row) {
+    int64_t const value = place < top_k ? selected[place] : -1;
+    row = narrow(value);
+    return value >= 0 && value < limit ? segment_of(table, segments, row) : -1;
+  };
+  if (segments > 1) {
+    for (int base = 0; base < top_k; base += 32) {
+      int row;
+      int const segment = segment_at(base + lane, row);
+      unsigned const same = __match_any_sync(~0u, segment);
+      if (segment >= 0 && (same & ((1u << lane) - 1)) == 0) table.filled[segment] += __popc(same);
+      __syncwarp();
+    }
+    int const own = table.filled[lane];
+    int before = own;
+    for (int step = 1; step < 32; step *= 2) {
+      int const other = __shfl_up_sync(~0u, before, step);
+      if (lane >= step) before += other;
+    }
+    __syncwarp();
+    table.filled[lane] = before - own;
+    __syncwarp();
+  }
+  for (int base = 0; base < top_k; base += 32) {
+    int row;
+    int const segment = segment_at(base + lane, row);
+    unsigned const same = __match_any_sync(~0u, segment);
+    int const rank = __popc(same & ((1u << lane) - 1));
+    if (segment >= 0) list[table.filled[segment] + rank] = row;
+    __syncwarp();
+    if (segment >= 0 && rank == 0) table.filled[segment] += __popc(same);
+    __syncwarp();
+  }
+}
+
+// One warp: runs of as many segments from `next` on as the table holds; sets run_count and next_segment.
+__device__ inline void build_runs(RunTable& table, int32_t* list, SegLatentAttentionParams const& op, Group const& group,
+                                  int row, int next, int lane) {
+  int const segments = min(kSegmentBatch, group.last_segment - next);
+  if (lane < segments) {
+    int64_t const* columns = op.segments + (int64_t{next} + lane) * 5;
+    table.start[lane] = narrow(columns[0]);
+    table.stop[lane] = narrow(columns[1]);
+    table.latent[lane] = narrow(columns[2]);
+    table.entry[lane] = narrow(columns[3]);
+    table.entries[lane] = narrow(columns[4]);
+  }
+  __syncwarp();
+  bool const has_entries = op.entries != nullptr;
+  int const first_entry = has_entries ? narrow(op.segments[int64_t{group.first_segment} * 5 + 3]) : 0;
+  if (has_entries && op.selected != nullptr) {
+    build_list(table, list, op.selected + int64_t{row} * op.top_k, op.top_k, segments, first_entry, group.most_visible,
+               op.entry_rows, lane);
+  }
+  if (lane == 0) {
+    int count = 0, index = 0;
+    auto push = [&](Source source, int x0, int row0, int keys, int64_t pool) {
+      if (source != Source::kSelected) keys = static_cast<int>(min(int64_t{keys}, pool - row0));
+      if (keys > 0 && row0 >= 0) table.runs[count++] = {source, table.start[index], x0, row0, keys};
+    };
+    for (; index < segments && count + table.window_count < kMaxRuns; ++index) {
+      int const start = table.start[index], stop = table.stop[index];
+      if (start <= group.highest_position && stop > group.lowest_position - op.window) {
+        for (int w = 0; w < table.window_count; ++w) {
+          int const low = max(table.windows[w].low, start), high = min(table.windows[w].high, stop);
+          push(Source::kWindow, low, low - start + table.latent[index], high - low, op.latent_rows);
+        }
+      }
+      if (!has_entries) continue;
+      int const x0 = table.entry[index] - first_entry;
+      if (op.selected == nullptr) {
+        push(Source::kEntries, x0, table.entry[index], min(table.entries[index], group.most_visible - x0), op.entry_rows);
+      } else {
+        int const from = index == 0 ? 0 : table.filled[index - 1];
+        push(Source::kSelected, from, from, table.filled[index] - from, 0);
+      }
+    }
+    table.run_count = count;
+    table.next_segment = next + index;
+  }
+}
+
+}  // namespace redknot::attention

@@ -1,0 +1,331 @@
+// Two kernels a chunk of rows: the mixes (streams x fn, split over the long axis, on tensor cores), then Sinkhorn and the
+// collapse with its norm. A chunk is small enough for the second kernel to find the streams in L2.
+
+#include <algorithm>
+
+#include "common/check.h"
+#include "common/vector.cuh"
+#include "kernels/hyper_connection/launch.h"
+
+namespace redknot {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kTileRows = 128;      // 8 warps of 16 rows
+constexpr int kStage = 512;         // depth of fn held in shared memory at a time
+constexpr int kStagePitch = kStage + 32;  // rows 64 bytes apart modulo the banks: quads of lanes do not collide
+constexpr int kMixTiles = 3;        // of eight mixes
+constexpr int kMixes = kMixTiles * 8;
+constexpr int kPartial = 32;        // floats a row and split: mixes, then the sum of squares at kMixes
+constexpr size_t kStageBytes = 2UL * kMixes * kStagePitch * sizeof(__nv_bfloat16);
+constexpr int64_t kChunkBytes = 24LL << 20;
+
+struct Split {
+  int depth;   // streams * hidden
+  int stages;  // of one split
+  int splits;
+};
+
+int mix_count(HyperConnectionPreParams const& params) {
+  return params.head ? params.stream_count : (2 + params.stream_count) * params.stream_count;
+}
+
+Split split_of(int64_t rows, int64_t depth) {
+  int64_t const stages = (depth + kStage - 1) / kStage;
+  int64_t const tiles = (rows + kTileRows - 1) / kTileRows;
+  int64_t const wanted = std::clamp<int64_t>(264 / tiles, 1, stages);  // two blocks on each of a Hopper chip's 132 SMs
+  int64_t const stages_a_split = (stages + wanted - 1) / wanted;
+  return {static_cast<int>(depth), static_cast<int>(stages_a_split),
+          static_cast<int>((stages + stages_a_split - 1) / stages_a_split)};
+}
+
+int64_t chunk_rows(int64_t rows, int64_t depth) {
+  int64_t const fitting = std::max<int64_t>(1, kChunkBytes / (2 * depth * kTileRows)) * kTileRows;
+  return std::min(rows, fitting);
+}
+
+// C[16 x 8] += A[16 x 16] B[16 x 8], bf16 in, fp32 out.
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// fn as two bf16 terms (16 bits of mantissa) into shared memory: high [mixes][pitch], then low.
+__device__ void stage_fn(float const* fn, int mixes, int depth, int first, __nv_bfloat16* high) {
+  __nv_bfloat16* const low = high + kMixes * kStagePitch;
+  constexpr int kQuads = kStage / 4;
+  for (int index = static_cast<int>(threadIdx.x); index < kMixes * kQuads; index += kThreads) {
+    int const mix = index / kQuads;
+    int const column = index % kQuads * 4;
+    float4 value{0, 0, 0, 0};
+    if (mix < mixes && first + column < depth) {
+      value = __ldg(reinterpret_cast<float4 const*>(fn + static_cast<int64_t>(mix) * depth + first + column));
+    }
+    float const rest[4] = {value.x - round_bf16(value.x), value.y - round_bf16(value.y), value.z - round_bf16(value.z),
+                           value.w - round_bf16(value.w)};
+    int const target = mix * kStagePitch + column;
+    *reinterpret_cast<uint2*>(high + target) = {pack_pair(value.x, value.y), pack_pair(value.z, value.w)};
+    *reinterpret_cast<uint2*>(low + target) = {pack_pair(rest[0], rest[1]), pack_pair(rest[2], rest[3])};
+  }
+}
+
+__device__ __forceinline__ float squares(uint4 raw) {
+  float values[kVector];
+  unpack_bf16(raw, values);
+  float sum = 0.0F;
+#pragma unroll
+  for (float const value : values) sum += value * value;
+  return sum;
+}
+
+// Partial mixes and sums of squares of 128 rows over one split of the depth. The depth is permuted inside blocks of 32 (a
+// lane's 16-byte load feeds two products), alike for both operands, which leaves the sums unchanged.
+__global__ void __launch_bounds__(kThreads, 3)
+    mix_kernel(HyperConnectionPreParams const params, int mixes, Split const split, int64_t first_row, int64_t rows) {
+  extern __shared__ uint4 shared_raw[];
+  auto* const high = reinterpret_cast<__nv_bfloat16*>(shared_raw);
+  __nv_bfloat16* const low = high + kMixes * kStagePitch;
+  int const lane = static_cast<int>(threadIdx.x) % kWarp;
+  int const warp = static_cast<int>(threadIdx.x) / kWarp;
+  int const group = lane / 4;
+  int const quad = lane % 4;
+  int64_t const tile_row = static_cast<int64_t>(blockIdx.x) * kTileRows + warp * 16 + group;
+  auto const* streams = static_cast<__nv_bfloat16 const*>(params.streams) + first_row * split.depth;
+  __nv_bfloat16 const* const upper = streams + min(tile_row, rows - 1) * split.depth + quad * kVector;
+  __nv_bfloat16 const* const lower = streams + min(tile_row + 8, rows - 1) * split.depth + quad * kVector;
+
+  float sums[kMixTiles][4] = {};
+  float square_upper = 0.0F;
+  float square_lower = 0.0F;
+  int const begin = static_cast<int>(blockIdx.y) * split.stages * kStage;
+  int const end = min(begin + split.stages * kStage, split.depth);
+  for (int first = begin; first < end; first += kStage) {
+    __syncthreads();
+    stage_fn(params.fn, mixes, split.depth, first, high);
+    __syncthreads();
+    int const blocks = min(kStage, end - first) / 32;
+#pragma unroll 4
+    for (int block = 0; block < blocks; ++block) {
+      uint4 const a = load_once(upper + first + block * 32);
+      uint4 const b = load_once(lower + first + block * 32);
+      square_upper += squares(a);
+      square_lower += squares(b);
+      uint32_t const early[4] = {a.x, b.x, a.y, b.y};
+      uint32_t const late[4] = {a.z, b.z, a.w, b.w};
+#pragma unroll
+      for (int tile = 0; tile < kMixTiles; ++tile) {
+        if (tile * 8 >= mixes) break;
+        int const source = (tile * 8 + group) * kStagePitch + block * 32 + quad * kVector;
+        uint4 const h = *reinterpret_cast<uint4 const*>(high + source);
+        uint4 const l = *reinterpret_cast<uint4 const*>(low + source);
+        mma(sums[tile], early, h.x, h.y);
+        mma(sums[tile], early, l.x, l.y);
+        mma(sums[tile], late, h.z, h.w);
+        mma(sums[tile], late, l.z, l.w);
+      }
+    }
+  }
+  square_upper = lane_sum<4>(square_upper);
+  square_lower = lane_sum<4>(square_lower);
+  float* const partial = static_cast<float*>(params.workspace) + static_cast<int64_t>(blockIdx.y) * rows * kPartial;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int64_t const row = tile_row + half * 8;
+    if (row >= rows) continue;
+    float* const target = partial + row * kPartial;
+#pragma unroll
+    for (int tile = 0; tile < kMixTiles; ++tile) {
+      *reinterpret_cast<float2*>(target + tile * 8 + quad * 2) = {sums[tile][half * 2], sums[tile][half * 2 + 1]};
+    }
+    if (quad == 0) target[kMixes] = half == 0 ? square_upper : square_lower;
+  }
+}
+
+__device__ __forceinline__ float sigmoid(float value) { return 1.0F / (1.0F + __expf(-value)); }
+
+// Columns first, then rows and columns alternately, all of one matrix in the registers of each lane.
+template <int kStreams>
+__device__ __forceinline__ void sinkhorn(float (&comb)[kStreams][kStreams], int iterations, float eps) {
+  for (int step = 0; step < 2 * iterations - 1; ++step) {
+    bool const columns = step % 2 == 0;
+#pragma unroll
+    for (int line = 0; line < kStreams; ++line) {
+      float sum = eps;
+#pragma unroll
+      for (int index = 0; index < kStreams; ++index) sum += columns ? comb[index][line] : comb[line][index];
+      float const inverse = __fdividef(1.0F, sum);
+#pragma unroll
+      for (int index = 0; index < kStreams; ++index) {
+        if (columns) {
+          comb[index][line] *= inverse;
+        } else {
+          comb[line][index] *= inverse;
+        }
+      }
+    }
+  }
+}
+
+// Weights of the collapse into `pre`; post and comb to memory. Run by the first warp.
+template <int kStreams>
+__device__ void weigh(HyperConnectionPreParams const& params, Split const& split, int64_t chunk_row, int64_t row,
+                      int64_t rows, float* pre) {
+  int const lane = static_cast<int>(threadIdx.x);
+  float const* const partial = static_cast<float const*>(params.workspace) + chunk_row * kPartial + lane;
+  float sum = 0.0F;
+  for (int part = 0; part < split.splits; ++part) sum += __ldcg(partial + part * rows * kPartial);
+  float const square = __shfl_sync(kAllLanes, sum, kMixes);
+  float const mix = sum * rsqrtf(square / static_cast<float>(split.depth) + params.norm_eps);
+  if (params.head) {
+    if (lane < kStreams) pre[lane] = sigmoid(mix * params.scale[0] + params.base[lane]) + params.eps;
+    return;
+  }
+  if (lane < kStreams) {
+    pre[lane] = sigmoid(mix * params.scale[0] + params.base[lane]) + params.eps;
+  } else if (lane < 2 * kStreams) {
+    params.post[row * kStreams + lane - kStreams] = 2.0F * sigmoid(mix * params.scale[1] + params.base[lane]);
+  }
+  constexpr int kCells = kStreams * kStreams;
+  bool const cell = lane >= 2 * kStreams && lane < 2 * kStreams + kCells;
+  float const logit = cell ? mix * params.scale[2] + params.base[lane] : 0.0F;
+  float comb[kStreams][kStreams];
+#pragma unroll
+  for (int line = 0; line < kStreams; ++line) {
+    float peak = -INFINITY;
+#pragma unroll
+    for (int index = 0; index < kStreams; ++index) {
+      comb[line][index] = __shfl_sync(kAllLanes, logit, 2 * kStreams + line * kStreams + index);
+      peak = fmaxf(peak, comb[line][index]);
+    }
+    float total = 0.0F;
+#pragma unroll
+    for (int index = 0; index < kStreams; ++index) {
+      comb[line][index] = __expf(comb[line][index] - peak);
+      total += comb[line][index];
+    }
+#pragma unroll
+    for (int index = 0; index < kStreams; ++index) comb[line][index] = comb[line][index] / total + params.eps;
+  }
+  sinkhorn<kStreams>(comb, params.iterations, params.eps);
+#pragma unroll
+  for (int line = 0; line < kStreams; ++line) {
+#pragma unroll
+    for (int index = 0; index < kStreams; ++index) {
+      if (lane == line * kStreams + index) params.comb[row * kCells + lane] = comb[line][index];
+    }
+  }
+}
+
+// One block a row: its streams are loaded before the first warp works out their weights.
+template <int kStreams, int kVectors>
+__global__ void __launch_bounds__(kThreads)
+    collapse_kernel(HyperConnectionPreParams const params, Split const split, int64_t first_row, int64_t rows) {
+  __shared__ float pre[kStreams];
+  __shared__ float scratch[kThreads / kWarp];
+  int64_t const row = first_row + blockIdx.x;
+  auto const* streams = static_cast<__nv_bfloat16 const*>(params.streams) + row * split.depth;
+  uint4 raw[kVectors][kStreams];
+#pragma unroll
+  for (int index = 0; index < kVectors; ++index) {
+    int const channel = (index * kThreads + static_cast<int>(threadIdx.x)) * kVector;
+#pragma unroll
+    for (int stream = 0; stream < kStreams; ++stream) {
+      raw[index][stream] =
+          channel < params.hidden ? load_once(streams + stream * params.hidden + channel) : uint4{0, 0, 0, 0};
+    }
+  }
+  if (threadIdx.x < kWarp) weigh<kStreams>(params, split, blockIdx.x, row, rows, pre);
+  __syncthreads();
+  float collapsed[kVectors][kVector];
+  float square = 0.0F;
+#pragma unroll
+  for (int index = 0; index < kVectors; ++index) {
+#pragma unroll
+    for (float& value : collapsed[index]) value = 0.0F;
+#pragma unroll
+    for (int stream = 0; stream < kStreams; ++stream) {
+      float values[kVector];
+      unpack_bf16(raw[index][stream], values);
+#pragma unroll
+      for (int slot = 0; slot < kVector; ++slot) collapsed[index][slot] += pre[stream] * values[slot];
+    }
+#pragma unroll
+    for (float& value : collapsed[index]) {
+      value = round_bf16(value);
+      square += value * value;
+    }
+  }
+  float const inverse =
+      rsqrtf(block_sum<kThreads>(square, scratch) / static_cast<float>(params.hidden) + params.norm_eps);
+  auto* const normed = static_cast<__nv_bfloat16*>(params.normed) + row * params.hidden;
+#pragma unroll
+  for (int index = 0; index < kVectors; ++index) {
+    int const channel = (index * kThreads + static_cast<int>(threadIdx.x)) * kVector;
+    if (channel >= params.hidden) continue;
+    float weights[kVector];
+    load_weights(params.norm, params.norm_is_float, channel, weights);
+#pragma unroll
+    for (int slot = 0; slot < kVector; ++slot) weights[slot] *= collapsed[index][slot] * inverse;
+    *reinterpret_cast<uint4*>(normed + channel) = pack_bf16(weights);
+  }
+}
+
+template <int kStreams, int kVectors>
+Status launch(HyperConnectionPreParams const& params, cudaStream_t stream) {
+  int64_t const depth = static_cast<int64_t>(params.stream_count) * params.hidden;
+  int64_t const chunk = chunk_rows(params.rows, depth);
+  REDKNOT_CUDA(cudaFuncSetAttribute(mix_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStageBytes));
+  for (int64_t first = 0; first < params.rows; first += chunk) {
+    int64_t const rows = std::min(chunk, params.rows - first);
+    Split const split = split_of(rows, depth);
+    dim3 const grid(static_cast<unsigned>((rows + kTileRows - 1) / kTileRows), static_cast<unsigned>(split.splits));
+    mix_kernel<<<grid, kThreads, kStageBytes, stream>>>(params, mix_count(params), split, first, rows);
+    REDKNOT_LAUNCHED();
+    collapse_kernel<kStreams, kVectors>
+        <<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(params, split, first, rows);
+    REDKNOT_LAUNCHED();
+  }
+  return Status::kSuccess;
+}
+
+template <int kStreams>
+Status launch_streams(HyperConnectionPreParams const& params, cudaStream_t stream) {
+  if (params.hidden <= kThreads * kVector) return launch<kStreams, 1>(params, stream);
+  if (params.hidden <= 2 * kThreads * kVector) return launch<kStreams, 2>(params, stream);
+  return launch<kStreams, 4>(params, stream);
+}
+
+}  // namespace
+
+size_t hyper_connection_pre_workspace(int64_t rows, int32_t stream_count, int32_t hidden) {
+  if (rows <= 0 || stream_count <= 0 || hidden <= 0) return 0;
+  // The number of splits falls as rows grow, so the bound is taken over both a full chunk and any smaller one.
+  int64_t const depth = static_cast<int64_t>(stream_count) * hidden;
+  int64_t const tiles = (chunk_rows(rows, depth) + kTileRows - 1) / kTileRows;
+  int64_t bound = 0;
+  for (int64_t tile = 1; tile <= tiles; ++tile) {
+    bound = std::max<int64_t>(bound, tile * kTileRows * split_of(tile * kTileRows, depth).splits);
+  }
+  return static_cast<size_t>(bound) * kPartial * sizeof(float);
+}
+
+Status hyper_connection_pre(HyperConnectionPreParams const& params, cudaStream_t stream) {
+  REDKNOT_VALID(params.rows >= 0 && params.hidden > 0 && params.iterations > 0);
+  REDKNOT_SUPPORTED(params.stream_count == 2 || params.stream_count == 4);
+  REDKNOT_SUPPORTED(params.hidden % kVector == 0 && params.stream_count * params.hidden % 32 == 0);
+  REDKNOT_SUPPORTED(params.hidden <= 4 * kThreads * kVector);
+  if (params.rows == 0) return Status::kSuccess;
+  REDKNOT_VALID(params.streams != nullptr && params.fn != nullptr && params.base != nullptr && params.scale != nullptr);
+  REDKNOT_VALID(params.norm != nullptr && params.normed != nullptr && params.workspace != nullptr);
+  REDKNOT_VALID(params.head || (params.post != nullptr && params.comb != nullptr));
+  REDKNOT_REQUIRE(aligned(params.streams, 16) && aligned(params.fn, 16) && aligned(params.norm, 16) &&
+                      aligned(params.normed, 16) && aligned(params.workspace, 16),
+                  Status::kMisaligned);
+  size_t const needed = hyper_connection_pre_workspace(params.rows, params.stream_count, params.hidden);
+  REDKNOT_REQUIRE(params.workspace_bytes >= needed, Status::kWorkspaceTooSmall);
+  return params.stream_count == 4 ? launch_streams<4>(params, stream) : launch_streams<2>(params, stream);
+}
+
+}  // namespace redknot

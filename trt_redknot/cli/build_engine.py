@@ -1,0 +1,107 @@
+"""The command behind `build_engine.py`: a checkpoint becomes an engine directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+import click
+
+from trt_redknot.artifacts.formats import ArtifactFormat
+from trt_redknot.checkpoint import Checkpoint
+from trt_redknot.checkpoint.specs import check_parallelism
+from trt_redknot.cli.output import Output
+from trt_redknot.collectives import from_communicator
+from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.config.parse import load_geometry
+from trt_redknot.config.profiles import load_profile
+from trt_redknot.config.released import released_geometry
+from trt_redknot.engine.build import BuildOptions, build_torch_engine
+from trt_redknot.errors import EngineError
+from trt_redknot.reports.estimate import show_estimate
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_FORMATS = [form.value for form in ArtifactFormat]
+
+
+def build_engine_command(comm: Intracomm | None) -> click.Command:
+    """The click command of one rank."""
+
+    @click.command(
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+        epilog="""\b
+Examples:
+  python build_engine.py --checkpoint DIR --output engine                      one rank
+  mpirun -n 2 python -m mpi4py build_engine.py --checkpoint DIR --output engine      two ranks, each builds its part
+  python build_engine.py --dry-run --profile flash --tp 8                      bytes per rank, no checkpoint needed
+""",
+    )
+    @click.option("--checkpoint", type=click.Path(path_type=Path), help="Checkpoint folder: config.json, safetensors.")
+    @click.option("--output", type=click.Path(path_type=Path), help="Engine folder to write; must not exist.")
+    @click.option("--profile", default="auto", show_default=True, help="Split profile: auto, flash, pro or a JSON file.")
+    @click.option("--tp", type=click.IntRange(1), help="Ranks of the engine. Left out: the ranks of this MPI job.")
+    @click.option("--backend", type=click.Choice(["torch", "tensorrt"]), default="torch", show_default=True)
+    @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True,
+                  help="What the ranks compute in; FP8 and FP4 checkpoints are dequantised to it.")
+    @click.option("--artifact-format", type=click.Choice(["auto", *_FORMATS]), default="auto", show_default=True,
+                  help="How artifacts are stored; auto keeps the engine's dtype, which is exact.")
+    @click.option("--max-length", type=click.IntRange(2), help="Most tokens of a request. Left out: the checkpoint's.")
+    @click.option("--chunk-rows", type=click.IntRange(1), default=4096, show_default=True,
+                  help="Rows that go through a stage together: bounds the memory of a prefill.")
+    @click.option("--length", type=click.IntRange(1), default=262144, show_default=True,
+                  help="Prompt length that --dry-run estimates activations for.")
+    @click.option("--dry-run", is_flag=True, help="Only show what would be built: bytes per rank, artifacts, activations.")
+    @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+    def command(
+        checkpoint: Path | None, output: Path | None, profile: str, tp: int | None, backend: str, dtype: str,
+        artifact_format: str, max_length: int | None, chunk_rows: int, length: int, dry_run: bool, as_json: bool,
+    ) -> None:  # fmt: skip
+        """Build an engine from a DeepSeek-V4 checkpoint. Under mpirun every rank builds its own part."""
+        collectives = from_communicator(comm)
+        out = Output(collectives.rank)
+        geometry = _geometry(checkpoint, profile, dry_run)
+        split = load_profile(profile, geometry)
+        form = ArtifactFormat(dtype if artifact_format == "auto" else artifact_format)
+        ranks = tp or collectives.size
+        check_parallelism(geometry, 0, ranks)
+        if dry_run:
+            show_estimate(out, geometry, split, tp_size=ranks, dtype=dtype, artifact_format=form, length=length,
+                          chunk_rows=chunk_rows, as_json=as_json)  # fmt: skip
+            return
+        if backend == "tensorrt":
+            raise EngineError(
+                "this version builds engines of the torch backend only", expected="--backend torch", found=backend
+            )
+        if checkpoint is None or output is None:
+            raise click.UsageError("--checkpoint and --output are needed, unless with --dry-run.")
+        if ranks != collectives.size:
+            raise EngineError(
+                "every rank of the engine builds its own part", expected=f"{ranks} MPI ranks", found=collectives.size,
+                remedy=f"Start it with: mpirun -n {ranks} python -m mpi4py build_engine.py --tp {ranks} ...",
+            )  # fmt: skip
+        opened = Checkpoint.open(checkpoint, geometry)
+        options = BuildOptions(
+            dtype=cast('Literal["float32", "bfloat16"]', dtype), artifact_format=form, max_length=max_length,
+            chunk_rows=chunk_rows,
+        )  # fmt: skip
+        with out.progress(f"building {output}", geometry.layers + 1) as advance:
+            manifest = build_torch_engine(
+                opened, split, output, options, collectives, progress=lambda _: advance(1)
+            )
+        if as_json:
+            out.json({"engine": str(output), "tp_size": manifest.tp_size, "checkpoint": manifest.checkpoint_fingerprint})
+        else:
+            total = sum(file.bytes for rank in manifest.ranks for file in rank.files)
+            out.note(f"{output}: {manifest.tp_size} rank(s), {total:,} bytes of weights, profile {split.name}")
+
+    return command
+
+
+def _geometry(checkpoint: Path | None, profile: str, dry_run: bool) -> ModelGeometry:
+    if checkpoint is not None:
+        return load_geometry(checkpoint)
+    if dry_run and profile in ("flash", "pro"):
+        return released_geometry(cast('Literal["flash", "pro"]', profile))
+    raise click.UsageError("--checkpoint is needed, unless with --dry-run --profile flash or pro.")

@@ -1,0 +1,80 @@
+"""The command behind `run/generate.py`: one request file, one answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from trt_redknot.artifacts.store import ArtifactStore
+from trt_redknot.cli.output import Output
+from trt_redknot.engine.engine import Engine
+from trt_redknot.engine.response import Response
+from trt_redknot.engine.tokenizer import EngineTokenizer
+from trt_redknot.errors import EngineError, RequestError
+from trt_redknot.reports.tables import arms_table
+from trt_redknot.request.file import read_request
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+def generate_command(comm: Intracomm | None) -> click.Command:
+    """The click command of one rank."""
+
+    @click.command(
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+        epilog="""\b
+Examples:
+  python run/generate.py --engine engine --store store --request question.json
+  mpirun -n 2 python -m mpi4py run/generate.py --engine engine --store store --request question.json --arm recompute
+The format of a request file is in docs/requests.md.
+""",
+    )
+    @click.option("--engine", "engine_dir", type=click.Path(path_type=Path), required=True, help="Engine folder.")
+    @click.option("--store", "store_dir", type=click.Path(path_type=Path), required=True, help="Artifact store.")
+    @click.option("--namespace", default="default", show_default=True, help="Tenant of the store.")
+    @click.option("--request", "request_file", type=click.Path(path_type=Path), required=True, help="Request file.")
+    @click.option("--arm", type=click.Choice(["reuse", "recompute"]), help="Override the request's reuse policy.")
+    @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the response to this file.")
+    def command(
+        engine_dir: Path, store_dir: Path, namespace: str, request_file: Path, arm: str | None, json_file: Path | None
+    ) -> None:
+        """Answer the request in a JSON file and show what was reused."""
+        engine = Engine.open(engine_dir, comm)
+        out = Output(engine.collectives.rank)
+        request = read_request(request_file, lambda: EngineTokenizer(engine_dir).encode)
+        if arm == "recompute":
+            request = dataclasses.replace(request, reuse=None)
+        elif arm == "reuse" and request.reuse is None:
+            raise RequestError(
+                "the request has no reuse policy", path=request_file, remedy='Give it one, or leave "reuse" out of it.'
+            )
+        response = engine.generate(request, store=ArtifactStore(store_dir, namespace=namespace))
+        text = _text(engine_dir, response)
+        if json_file is not None and engine.collectives.rank == 0:
+            _write(json_file, {**response.to_json(), "text": text})
+        out.show(arms_table([response]))
+        if text is not None:
+            out.show(text)
+
+    return command
+
+
+def _text(engine_dir: Path, response: Response) -> str | None:
+    try:
+        return EngineTokenizer(engine_dir).decode(response.tokens)
+    except EngineError:
+        # An engine without a tokenizer answers in token ids.
+        return None
+
+
+def _write(path: Path, value: object) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"the response cannot be written: {error.strerror or error}", path=path) from error

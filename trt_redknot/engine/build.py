@@ -1,0 +1,225 @@
+"""Builds an engine directory: every rank its own part, published by one rename after all ranks succeeded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from safetensors.torch import save_file
+
+from trt_redknot.artifacts.agreement import agree
+from trt_redknot.artifacts.formats import ArtifactFormat
+from trt_redknot.checkpoint import Checkpoint
+from trt_redknot.collectives import Collectives
+from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.config.profile import SplitProfile
+from trt_redknot.digests import digest_file
+from trt_redknot.engine.manifest import (
+    DTYPES,
+    FORMAT_VERSION,
+    MANIFEST,
+    EngineFile,
+    EngineManifest,
+    EngineRank,
+    geometry_to_json,
+)
+from trt_redknot.errors import EngineError, RedKnotError
+from trt_redknot.model.weights import split_heads
+from trt_redknot.partition import even_split
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+_VERSIONED = ("torch", "safetensors", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """How an engine is built.
+
+    Attributes:
+        dtype: what the ranks compute in.
+        max_length: most tokens of a request, prompt and answer together; None: the checkpoint's own limit.
+        chunk_rows: rows that go through a stage together.
+    """
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    artifact_format: ArtifactFormat = ArtifactFormat.FLOAT32
+    max_length: int | None = None
+    chunk_rows: int = 4096
+
+
+def build_torch_engine(
+    checkpoint: Checkpoint,
+    profile: SplitProfile,
+    output: Path,
+    options: BuildOptions,
+    collectives: Collectives,
+    *,
+    progress: Callable[[int], None] = lambda done: None,
+) -> EngineManifest:
+    """Write the engine directory `output`. Collective: every rank writes its own part, rank 0 publishes.
+
+    Args:
+        progress: told how many of the layers (and one for the rest) this rank has written.
+
+    Raises:
+        EngineError: `output` exists, cannot be written, or a rank failed; on all ranks, with nothing at `output`.
+        CheckpointError: a tensor cannot be read.
+    """
+    staging = _begin(output, collectives)
+    error: RedKnotError | None = None
+    rank: EngineRank | None = None
+    digests: dict[str, str] = {}
+    tokenizer: list[EngineFile] = []
+    try:
+        rank = _write_rank(checkpoint, profile, staging, options, collectives, progress)
+        mine = even_split(len(checkpoint.content_files), collectives.size)[collectives.rank]
+        digests = checkpoint.content_digests(mine)
+        if collectives.rank == 0:
+            tokenizer = _copy_tokenizer(checkpoint.directory, staging)
+    except RedKnotError as failure:
+        error = failure
+    except OSError as failure:
+        error = _cannot_write(failure, staging)
+    try:
+        record = None if rank is None else rank.model_dump(mode="json")
+        replies = agree(collectives, [record, digests, [file.model_dump() for file in tokenizer]], error)
+        manifest = _manifest(checkpoint, profile, options, collectives.size, replies)
+        agree(collectives, None, _publish(manifest, staging, output) if collectives.rank == 0 else None)
+    finally:
+        if collectives.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+    return manifest
+
+
+def _begin(output: Path, collectives: Collectives) -> Path:
+    """A fresh folder beside `output` that all ranks write into."""
+    error: RedKnotError | None = None
+    name = f".{output.name}.building-{uuid.uuid4().hex[:12]}"
+    if collectives.rank == 0:
+        if output.exists() or output.is_symlink():
+            error = EngineError(
+                "the output exists already", path=output, remedy="Remove it, or choose another --output."
+            )
+        else:
+            try:
+                (output.parent / name).mkdir(parents=True)
+            except OSError as failure:
+                error = _cannot_write(failure, output.parent)
+    names = agree(collectives, name, error)
+    return output.parent / cast("str", names[0])
+
+
+def _write_rank(
+    checkpoint: Checkpoint,
+    profile: SplitProfile,
+    staging: Path,
+    options: BuildOptions,
+    collectives: Collectives,
+    progress: Callable[[int], None],
+) -> EngineRank:
+    geometry, rank, size = checkpoint.geometry, collectives.rank, collectives.size
+    dtype = DTYPES[options.dtype]
+    folder = staging / f"rank-{rank:04d}"
+    folder.mkdir()
+    first_group = geometry.output_groups // size * rank
+    files = []
+    for layer in range(geometry.layers):
+        tensors = checkpoint.load_layer(layer, rank, size, dtype)
+        tensors = split_heads(tensors, geometry, profile, layer, first_group)
+        files.append(_write(staging, folder / f"layer-{layer:04d}.safetensors", tensors))
+        progress(layer + 1)
+    files.append(_write(staging, folder / "shared.safetensors", checkpoint.load_shared(rank, size, dtype)))
+    progress(geometry.layers + 1)
+    return EngineRank(rank=rank, files=tuple(files))
+
+
+def _write(root: Path, path: Path, tensors: dict[str, torch.Tensor]) -> EngineFile:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return _record(root, path)
+
+
+def _copy_tokenizer(source: Path, staging: Path) -> list[EngineFile]:
+    """The checkpoint's tokenizer goes with the engine, so that text can be asked without the checkpoint."""
+    files = []
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, staging / name)
+            files.append(_record(staging, staging / name))
+    return files
+
+
+def _record(root: Path, path: Path) -> EngineFile:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return EngineFile(path=str(path.relative_to(root)), bytes=path.stat().st_size, digest=digest_file(path))
+
+
+def _manifest(
+    checkpoint: Checkpoint,
+    profile: SplitProfile,
+    options: BuildOptions,
+    tp_size: int,
+    replies: list[object],
+) -> EngineManifest:
+    geometry: ModelGeometry = checkpoint.geometry
+    digests: dict[str, str] = {}
+    ranks, tokenizer = [], []
+    for reply in replies:
+        record, some, files = cast("tuple[object, dict[str, str], list[object]]", reply)
+        ranks.append(EngineRank.model_validate_json(json.dumps(record)))
+        digests |= some
+        tokenizer += [EngineFile.model_validate(file) for file in files]
+    return EngineManifest(
+        format_version=FORMAT_VERSION,
+        backend="torch",
+        geometry=geometry_to_json(geometry),
+        geometry_digest=geometry.digest,
+        profile=profile,
+        profile_digest=profile.digest,
+        checkpoint_fingerprint=checkpoint.fingerprint(digests),
+        dtype=options.dtype,
+        artifact_format=options.artifact_format,
+        tp_size=tp_size,
+        max_length=options.max_length or geometry.max_positions,
+        chunk_rows=options.chunk_rows,
+        versions={name: importlib.metadata.version(name) for name in (*_VERSIONED, "trt-redknot")},
+        gpu=None,
+        plugin_build=None,
+        ranks=tuple(ranks),
+        tokenizer_files=tuple(tokenizer),
+    )
+
+
+def _publish(manifest: EngineManifest, staging: Path, output: Path) -> RedKnotError | None:
+    try:
+        path = staging / MANIFEST
+        with path.open("wb") as file:
+            file.write(manifest.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if output.exists():
+            return EngineError("the output appeared while the engine was built", path=output)
+        staging.rename(output)
+        folder = os.open(output.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as failure:
+        return _cannot_write(failure, output)
+    return None
+
+
+def _cannot_write(error: OSError, path: Path) -> EngineError:
+    return EngineError(
+        f"the engine cannot be written: {error.strerror or error}", path=path,
+        remedy="Check free space and permissions of the output's folder.",
+    )  # fmt: skip

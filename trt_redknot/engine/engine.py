@@ -1,0 +1,204 @@
+"""The engine: opened from a directory, builds artifacts, answers requests. The package's public face."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, overload
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from trt_redknot.admission.admit import Admission, admit
+from trt_redknot.admission.recompute import document_tokens
+from trt_redknot.artifacts.identity import ArtifactIdentity
+from trt_redknot.artifacts.store import ArtifactStore
+from trt_redknot.collectives import Collectives, from_communicator
+from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.engine.context import RankContext
+from trt_redknot.engine.generate import Admitted, Generation
+from trt_redknot.engine.manifest import EngineManifest, check_files, read_manifest
+from trt_redknot.engine.producer import Producer
+from trt_redknot.engine.response import Response
+from trt_redknot.engine.ropes import RopeTables
+from trt_redknot.engine.walk import LayerWalk
+from trt_redknot.errors import EngineError, RequestError
+from trt_redknot.model.layers import Weights
+from trt_redknot.ops.reference.backend import ReferenceOps
+from trt_redknot.partition import even_split
+from trt_redknot.request.layout import check_length, check_request, lay_out
+from trt_redknot.request.request import Artifact, Request
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+class Engine:
+    """One rank of an opened engine. Every method is collective: all ranks call it with the same arguments.
+
+    Open one with :meth:`Engine.open`.
+    """
+
+    def __init__(
+        self,
+        manifest: EngineManifest,
+        geometry: ModelGeometry,
+        layers: list[Weights],
+        shared: Weights,
+        collectives: Collectives,
+    ) -> None:
+        self.manifest = manifest
+        self.geometry = geometry
+        self.collectives = collectives
+        self.identity = ArtifactIdentity.of(
+            geometry, manifest.profile, checkpoint_fingerprint=manifest.checkpoint_fingerprint,
+            form=manifest.artifact_format,
+        )  # fmt: skip
+        device = torch.device("cpu")
+        ops = ReferenceOps(collectives)
+        self._ropes = RopeTables(geometry, device)
+        experts = even_split(geometry.experts, collectives.size)[collectives.rank]
+        self._context = RankContext(
+            geometry=geometry,
+            profile=manifest.profile,
+            embedding=shared["embed"],
+            walk=LayerWalk(geometry, layers, self._ropes, ops, first_expert=experts.start),
+            ops=ops,
+            collectives=collectives,
+            local_width=geometry.projected // collectives.size,
+            chunk_rows=manifest.chunk_rows,
+            dtype=manifest.torch_dtype,
+            device=device,
+        )
+        self._shared = shared
+
+    @classmethod
+    def open(cls, engine_dir: Path | str, comm: Intracomm | None = None, *, verify: bool = True) -> Engine:
+        """Load this rank's part of an engine directory.
+
+        Args:
+            comm: an mpi4py communicator with as many ranks as the engine was built for; None: one rank.
+            verify: compare the content of this rank's files with the manifest (sizes are always compared).
+
+        Raises:
+            EngineError: no engine, altered, of another backend, or built for another number of ranks.
+        """
+        collectives = from_communicator(comm)
+        directory = Path(engine_dir)
+        manifest, geometry = read_manifest(directory)
+        if manifest.tp_size != collectives.size:
+            raise EngineError(
+                "the engine was built for another number of ranks", expected=manifest.tp_size, found=collectives.size,
+                path=directory,
+                remedy=f"Start it with mpirun -n {manifest.tp_size} and hand in MPI.COMM_WORLD, or build it with --tp "
+                f"{collectives.size}.",
+            )  # fmt: skip
+        if manifest.backend != "torch":
+            raise EngineError(
+                "this engine needs a GPU machine with TensorRT", expected="backend torch", found=manifest.backend,
+                path=directory, remedy="Build one with build_engine.py --backend torch.",
+            )  # fmt: skip
+        check_files(directory, manifest.ranks[collectives.rank].files, digests=verify)
+        folder = directory / f"rank-{collectives.rank:04d}"
+        layers: list[Weights] = [_load(folder / f"layer-{layer:04d}.safetensors") for layer in range(geometry.layers)]
+        return cls(manifest, geometry, layers, _load(folder / "shared.safetensors"), collectives)
+
+    @torch.inference_mode()
+    def build_artifact(
+        self, store: ArtifactStore, token_ids: Sequence[int], *, rebuild: bool = False
+    ) -> str:
+        """Compute a document once and keep what its layers produced. Returns its id; what is there already is found.
+
+        Args:
+            token_ids: the document, at least one token, without the question.
+            rebuild: make the next generation even where the artifact exists.
+
+        Raises:
+            RequestError: empty, a token outside the vocabulary, or longer than the engine's limit.
+            StoreError: the store cannot be written or has no room; nothing is visible then.
+        """
+        if len(token_ids) > self.manifest.max_length:
+            raise RequestError(
+                "the document is too long", expected=f"at most {self.manifest.max_length} tokens", found=len(token_ids)
+            )
+        with store.begin(
+            token_ids, identity=self.identity, geometry=self.geometry, profile=self.manifest.profile,
+            collectives=self.collectives, rebuild=rebuild,
+        ) as build:  # fmt: skip
+            if not build.exists:
+                self._ropes.grow(len(token_ids))
+                Producer(self._context, build, np.asarray(token_ids, dtype=np.int64)).run()
+            return build.publish()
+
+    @overload
+    def generate(self, request: Request, *, store: ArtifactStore | None = None) -> Response: ...
+
+    @overload
+    def generate(self, request: Sequence[Request], *, store: ArtifactStore | None = None) -> list[Response]: ...
+
+    @torch.inference_mode()
+    def generate(
+        self, request: Request | Sequence[Request], *, store: ArtifactStore | None = None
+    ) -> Response | list[Response]:
+        """Answer one request, or a batch of them whose tokens are decoded together.
+
+        Args:
+            store: where the requests' artifacts are; may be None for requests without any.
+
+        Raises:
+            RequestError: empty, too long, a token outside the vocabulary, an artifact that nobody has the tokens of.
+        """
+        requests = [request] if isinstance(request, Request) else list(request)
+        batch: list[Admitted] = []
+        try:
+            for item in requests:
+                batch.append(self._admit(item, store))
+            self._ropes.grow(max((len(i.layout.tokens) + i.request.max_new_tokens for i in batch), default=0))
+            responses = Generation(self._context, self._shared).run(batch)
+        finally:
+            for admitted in batch:
+                if admitted.admission is not None:
+                    admitted.admission.close()
+        return responses[0] if isinstance(request, Request) else responses
+
+    def _admit(self, request: Request, store: ArtifactStore | None) -> Admitted:
+        check_request(request, self.geometry)
+        named = [part for part in request.segments if isinstance(part, Artifact)]
+        if named and store is None:
+            raise RequestError("the request names artifacts but no store was given", remedy="Pass store=ArtifactStore(...).")
+        started = time.perf_counter()
+        admission: Admission | None = None
+        documents = []
+        if named and store is not None:
+            if request.reuse is None:
+                documents = document_tokens(
+                    named, store, identity=self.identity, collectives=self.collectives, vocab=self.geometry.vocab
+                )
+            else:
+                admission = admit(
+                    named, store, identity=self.identity, geometry=self.geometry, profile=self.manifest.profile,
+                    collectives=self.collectives, deadline_s=request.reuse.deadline_s,
+                )  # fmt: skip
+                documents = [document.tokens for document in admission.documents]
+        admission_s = time.perf_counter() - started
+        try:
+            layout = lay_out(request, documents, self.geometry)
+            check_length(layout, request, self.manifest.max_length)
+        except RequestError:
+            if admission is not None:
+                admission.close()
+            raise
+        reuses = admission is not None and admission.admitted
+        return Admitted(
+            request=request, layout=layout if reuses else layout.as_fresh(), admission=admission, admission_s=admission_s
+        )
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise EngineError("a file of the engine cannot be read", found=error, path=path) from error

@@ -1,0 +1,38 @@
+"""The tokenizer that lies in an engine directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from trt_redknot.errors import EngineError
+
+_FILE = "tokenizer.json"
+
+
+class EngineTokenizer:
+    """Text to ids and back, without special tokens: a document is a part of a prompt, not a prompt.
+
+    Raises:
+        EngineError: the engine was built from a checkpoint without a tokenizer, or the file is damaged.
+    """
+
+    def __init__(self, engine_dir: Path) -> None:
+        path = engine_dir / _FILE
+        if not path.is_file():
+            raise EngineError(
+                "the engine has no tokenizer", expected=_FILE, path=engine_dir,
+                remedy="Give token ids instead of text, or build from a checkpoint that has a tokenizer.json.",
+            )  # fmt: skip
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001  the library raises bare Exception for every fault of the file
+            raise EngineError("the tokenizer cannot be read", found=error, path=path) from error
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -4,23 +4,10 @@
 
 #include <cuda_fp8.h>
 
+#include "common/layout.h"
 #include "common/vector.cuh"
 
 namespace redknot {
-
-__host__ __device__ constexpr int64_t ceil_to(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-// Bytes of a latent row: nope codes, rope as bf16, one ue8m0 scale per 64 nope channels, padding to 8 bytes.
-__host__ __device__ constexpr int64_t packed_latent_bytes(int64_t width, int64_t rope_dim) {
-  return ceil_to(width + rope_dim + (width - rope_dim + 63) / 64, 8);
-}
-
-// Bytes of a plain row: codes, padding to 4 bytes, one fp32 scale per 128 channels.
-__host__ __device__ constexpr int64_t packed_row_bytes(int64_t width) {
-  return ceil_to(width, 4) + 4 * ((width + 127) / 128);
-}
 
 // Largest finite magnitude of eight channels.
 __device__ __forceinline__ float finite_peak(float const (&values)[kVector]) {

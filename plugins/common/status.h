@@ -15,6 +15,8 @@ enum class Status : int32_t {
   kMisaligned,         // a pointer that is not aligned as the params struct says
   kWorkspaceTooSmall,  // fewer bytes than the workspace function asked for
   kCudaError,          // the CUDA runtime refused an attribute or a launch
+  kNoCommunicator,     // no communicator was handed in for the group of a collective
+  kCommunicatorRefused,  // NCCL is missing, refused the communicator or the call, or has another number of ranks
 };
 
 constexpr char const* status_text(Status status) {
@@ -25,6 +27,8 @@ constexpr char const* status_text(Status status) {
     case Status::kMisaligned: return "misaligned pointer";
     case Status::kWorkspaceTooSmall: return "workspace too small";
     case Status::kCudaError: return "the CUDA runtime refused the launch";
+    case Status::kNoCommunicator: return "no communicator was handed in for this group";
+    case Status::kCommunicatorRefused: return "NCCL is missing, refused the communicator, or has another number of ranks";
   }
   return "unknown status";
 }

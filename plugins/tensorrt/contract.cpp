@@ -30,23 +30,23 @@ std::string describe(TensorSpec const& spec) {
   for (size_t axis = 0; axis < spec.dims.size(); ++axis) {
     Dim const& dim = spec.dims[axis];
     text << (axis == 0 ? "" : ", ");
-    if (dim.first == 0) {
+    if (dim.letter == 0) {
       text << dim.factor;
       continue;
     }
     if (dim.factor != 1) {
       text << dim.factor << ' ';
     }
-    text << dim.first;
-    if (dim.second != 0) {
-      text << ' ' << dim.second;
+    text << dim.letter;
+    if (dim.divisor != 1) {
+      text << " / " << dim.divisor;
     }
   }
   text << ']';
   return text.str();
 }
 
-bool plain(Dim const& dim) { return dim.first != 0 && dim.second == 0 && dim.factor == 1; }
+bool plain(Dim const& dim) { return dim.letter != 0 && dim.factor == 1 && dim.divisor == 1; }
 
 void check_rank(TensorSpec const& spec, int32_t rank) {
   if (rank != static_cast<int32_t>(spec.dims.size())) {
@@ -95,7 +95,7 @@ IDimensionExpr const* letter_expression(char letter, Contract const& contract, n
   for (size_t input = 0; input < contract.inputs.size(); ++input) {
     for (size_t axis = 0; axis < contract.inputs[input].dims.size(); ++axis) {
       Dim const& dim = contract.inputs[input].dims[axis];
-      if (plain(dim) && dim.first == letter) {
+      if (plain(dim) && dim.letter == letter) {
         return shapes[input].d[axis];
       }
     }
@@ -114,13 +114,18 @@ int64_t Bindings::operator[](char letter) const {
 }
 
 int64_t Bindings::size(Dim const& dim) const {
-  int64_t result = dim.factor;
-  for (char const letter : {dim.first, dim.second}) {
-    if (letter != 0 && __builtin_mul_overflow(result, (*this)[letter], &result)) {
-      throw Refusal("a dimension overflows 64 bits");
-    }
+  if (dim.letter == 0) {
+    return dim.factor;
   }
-  return result;
+  int64_t result = 0;
+  if (__builtin_mul_overflow(dim.factor, (*this)[dim.letter], &result)) {
+    throw Refusal("a dimension overflows 64 bits");
+  }
+  if (result % dim.divisor != 0) {
+    throw Refusal(std::string("expected a dimension ") + dim.letter + " that " + std::to_string(dim.divisor) +
+                  " divides, found " + std::to_string(result));
+  }
+  return result / dim.divisor;
 }
 
 size_t Bindings::index(char letter) {
@@ -172,18 +177,16 @@ void Contract::output_shapes(nvinfer1::DimsExprs const* input_shapes, nvinfer1::
     for (size_t axis = 0; axis < outputs[output].dims.size(); ++axis) {
       Dim const& dim = outputs[output].dims[axis];
       IDimensionExpr const* expression = nullptr;
-      for (char const letter : {dim.first, dim.second}) {
-        if (letter == 0) {
-          continue;
-        }
-        IDimensionExpr const* const size = letter_expression(letter, *this, input_shapes);
-        expression =
-            expression == nullptr ? size : builder.operation(DimensionOperation::kPROD, *expression, *size);
-      }
-      if (expression == nullptr) {
+      if (dim.letter == 0) {
         expression = builder.constant(dim.factor);
-      } else if (dim.factor != 1) {
-        expression = builder.operation(DimensionOperation::kPROD, *expression, *builder.constant(dim.factor));
+      } else {
+        expression = letter_expression(dim.letter, *this, input_shapes);
+        if (dim.factor != 1) {
+          expression = builder.operation(DimensionOperation::kPROD, *expression, *builder.constant(dim.factor));
+        }
+        if (dim.divisor != 1) {
+          expression = builder.operation(DimensionOperation::kFLOOR_DIV, *expression, *builder.constant(dim.divisor));
+        }
       }
       if (expression == nullptr) {
         throw Refusal("TensorRT gave no expression for a dimension of output '" + outputs[output].name + "'");
@@ -203,8 +206,8 @@ Bindings Contract::bind(std::vector<nvinfer1::Dims> const& input_shapes) const {
       if (size < 0) {
         throw Refusal("tensor '" + inputs[input].name + "' has an unknown size: " + describe(input_shapes[input]));
       }
-      if (plain(dim) && !sizes.bound(dim.first)) {
-        sizes.bind(dim.first, size);
+      if (plain(dim) && !sizes.bound(dim.letter)) {
+        sizes.bind(dim.letter, size);
       }
     }
   }
@@ -223,12 +226,12 @@ Bindings Contract::bounds(nvinfer1::DynamicPluginTensorDesc const* in) const {
     for (size_t axis = 0; axis < spec.dims.size(); ++axis) {
       Dim const& dim = spec.dims[axis];
       int64_t const most = in[input].max.d[axis];
-      if (dim.first == 0 && most != dim.factor) {
+      if (dim.letter == 0 && most != dim.factor) {
         throw Refusal("tensor '" + spec.name + "': expected shape " + describe(spec) + ", found up to " +
                       describe(in[input].max));
       }
       if (plain(dim)) {
-        sizes.bind(dim.first, sizes.bound(dim.first) ? std::max(sizes[dim.first], most) : most);
+        sizes.bind(dim.letter, sizes.bound(dim.letter) ? std::max(sizes[dim.letter], most) : most);
       }
     }
   }

@@ -9,15 +9,16 @@
 
 namespace redknot::trt {
 
-// One dimension: `factor` times the sizes bound to up to two letters. A letter stands for one size in a whole contract.
+// One dimension: `factor` times the size bound to a letter, over `divisor`. A letter stands for one size in a contract.
 struct Dim {
   int64_t factor = 1;
-  char first = 0;
-  char second = 0;
+  char letter = 0;
+  int64_t divisor = 1;
 };
 
-inline Dim fixed(int64_t size) { return {size, 0, 0}; }
-inline Dim size_of(char letter, int64_t factor = 1) { return {factor, letter, 0}; }
+inline Dim fixed(int64_t size) { return {size, 0, 1}; }
+inline Dim size_of(char letter, int64_t factor = 1) { return {factor, letter, 1}; }
+inline Dim part_of(char letter, int64_t divisor) { return {1, letter, divisor}; }
 
 // One tensor of a plugin, linear format: the types it may have, in order of preference, and its shape.
 struct TensorSpec {
@@ -35,7 +36,7 @@ class Bindings {
   int64_t operator[](char letter) const;
   bool bound(char letter) const { return sizes_[index(letter)] != kUnbound; }
   void bind(char letter, int64_t size) { sizes_[index(letter)] = size; }
-  // Size of `dim`; throws Refusal where one of its letters is unbound or the product overflows.
+  // Size of `dim`; throws Refusal where its letter is unbound, the product overflows or the division leaves a rest.
   int64_t size(Dim const& dim) const;
 
  private:

@@ -16,5 +16,6 @@ OperatorKind const& moe_permute_kind();
 OperatorKind const& moe_activation_kind();
 OperatorKind const& moe_combine_kind();
 OperatorKind const& collective_kind();
+OperatorKind const& seg_latent_attention_kind();
 
 }  // namespace redknot::trt

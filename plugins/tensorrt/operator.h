@@ -52,4 +52,9 @@ struct OperatorKind {
   std::unique_ptr<Operator const> (*make)(Attributes const& attributes);
 };
 
+template <typename Concrete>
+std::unique_ptr<Operator const> make_operator(Attributes const& attributes) {
+  return std::make_unique<Concrete const>(attributes);
+}
+
 }  // namespace redknot::trt

@@ -162,7 +162,7 @@ QUANTISED = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
 
 
 def is_quantised(name: str) -> bool:
-    return name.split(".")[-2] in QUANTISED and "compressor" not in name
+    return any(f".{leaf}.weight" in name for leaf in QUANTISED) and "compressor" not in name
 
 
 def quantised(

@@ -111,6 +111,8 @@ def admit(
             found.release()
             complete_tokens(found, [report.tokens for report in reports], store, identity, collectives)
             _quarantine(found, store)
+            if collectives.rank == 0:
+                _log.warning("the request is recomputed: %s: %s", finding.reason, finding.detail)
         check_documents(documents, found.tokens, geometry.vocab)
     except BaseException:
         found.release()
@@ -166,8 +168,6 @@ def _admission(documents: Sequence[Artifact], found: Examination, finding: Findi
         assert ids is not None
         lease = found.leases[document.artifact_id] if finding is None else None
         admitted.append(AdmittedDocument(artifact_id=document.artifact_id, tokens=ids, lease=lease))
-    if finding is not None:
-        _log.warning("the request is recomputed: %s: %s", finding.reason, finding.detail)
     return Admission(
         documents=tuple(admitted),
         reason=None if finding is None else finding.reason,

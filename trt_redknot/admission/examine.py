@@ -31,6 +31,7 @@ _REASONS = {
     ArtifactFault.MISSING: FallbackReason.MISSING_ARTIFACT,
     ArtifactFault.CERTIFICATE_MISSING: FallbackReason.MISSING_ARTIFACT,
     ArtifactFault.CERTIFICATE_MISPLACED: FallbackReason.TOKEN_MISMATCH,
+    ArtifactFault.CERTIFICATE_GENERATION: FallbackReason.STALE_GENERATION,
     ArtifactFault.TOKENS: FallbackReason.TOKEN_MISMATCH,
 }
 

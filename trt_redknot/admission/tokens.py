@@ -31,8 +31,8 @@ def complete_tokens(
 ) -> None:
     """Fill the gaps of `found.tokens`. Collective, entered by all ranks with the same `known`.
 
-    The lowest rank that has a document's tokens sends them; where none has, every rank looks for them once more, without
-    a certificate. Token ids prove themselves: with namespace and identity they give the artifact's id.
+    The lowest rank that has a document's tokens sends them; where none has, every rank looks for them once more,
+    without a certificate. Token ids prove themselves: with namespace and identity they give the artifact's id.
 
     Args:
         known: per rank, per document, whether that rank has the verified token ids.

@@ -175,6 +175,9 @@ class ArtifactBuild:
         try:
             ensure_folder(self._store.files, path.parent)
             size, digest = write_file(self._store.files, path, file_chunks(plan.entries, tensors))
+        except FileExistsError:
+            self.fail(_written_twice(plan.path))
+            return
         except OSError as error:
             self.fail(_cannot_write(error, path))
             return
@@ -188,7 +191,7 @@ class ArtifactBuild:
             assert isinstance(files, list)
             for path, size, digest in files:
                 if path in merged:
-                    raise StoreError("two ranks wrote the same file of an artifact", path=path)
+                    raise _written_twice(path)
                 merged[path] = CertifiedFile(path=path, size=size, digest=digest)
         missing = sorted(self._expected - set(merged))
         if missing:
@@ -239,6 +242,12 @@ class ArtifactBuild:
             # The ranks are about to be told that it failed, so it must not stay visible.
             self._store.discard(target)
             raise
+
+
+def _written_twice(path: str) -> StoreError:
+    return StoreError(
+        "two ranks wrote the same file of an artifact", path=path, remedy="Let one rank add all common parts of a file."
+    )
 
 
 def _cannot_write(error: OSError, path: Path) -> StoreError:

@@ -20,6 +20,7 @@ class ArtifactFault(StrEnum):
     CERTIFICATE_PATH = "certificate_path"
     CERTIFICATE_NOT_CANONICAL = "certificate_not_canonical"
     CERTIFICATE_DIGEST = "certificate_digest"
+    CERTIFICATE_GENERATION = "certificate_generation"
     CERTIFICATE_MISPLACED = "certificate_misplaced"
     FILE_MISSING = "file_missing"
     FILE_EXTRA = "file_extra"

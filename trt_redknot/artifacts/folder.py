@@ -47,6 +47,7 @@ GENERATION_FOLDER = "generation"
 REASON_FILE = "reason.json"
 PIN_FILE = "pinned"
 _GENERATION_PATTERN = re.compile(r"gen-(\d{8})")
+_QUARANTINE_PATTERN = re.compile(r"(.+)\.([0-9a-f]{32})\.gen-\d{8}\.[0-9a-f]{8}")
 _MAX_NOTE_BYTES = 1 << 16
 
 
@@ -89,6 +90,10 @@ class StoreFolder:
         return self.root / self.namespace
 
     @property
+    def locks(self) -> Path:
+        return self.root / ".locks"
+
+    @property
     def building(self) -> Path:
         return self.root / ".building"
 
@@ -108,12 +113,12 @@ class StoreFolder:
 
     def mutex(self) -> FileLock:
         """Held for short changes of what is visible or reserved."""
-        path = self.root / ".locks" / "store.lock"
+        path = self.locks / "store.lock"
         return acquire(self.files, path, what="the artifact store", timeout_s=self.lock_timeout_s)
 
     def build_lock(self, artifact_id: str, wait_s: float) -> FileLock:
         """Held by the one build of an artifact, for as long as it takes."""
-        path = self.root / ".locks" / self.namespace / f"{artifact_id}.lock"
+        path = self.locks / self.namespace / f"{artifact_id}.lock"
         return acquire(self.files, path, what=f"the build of artifact {artifact_id}", timeout_s=wait_s)
 
     def artifact_ids(self) -> Iterator[str]:
@@ -149,6 +154,13 @@ class StoreFolder:
             for number in numbers
         ]
 
+    def quarantined(self, artifact_id: str | None = None) -> Iterator[Path]:
+        """Folders of this namespace's quarantine, of one artifact or of all; each has a reason and a generation."""
+        for place in real_folders(self.quarantine):
+            match = _QUARANTINE_PATTERN.fullmatch(place.name)
+            if match and match[1] == self.namespace and artifact_id in (None, match[2]):
+                yield place
+
     def all_published(self) -> list[Published]:
         return [found for artifact_id in self.artifact_ids() for found in self.published(artifact_id)]
 
@@ -171,16 +183,7 @@ class StoreFolder:
                 ArtifactFault.FILE_UNREADABLE, f"a certificate cannot be read: {error}", path=label
             ) from error
         certificate = parse_certificate(raw, label=label)
-        here = (self.namespace, artifact_id, generation)
-        there = (certificate.namespace, certificate.artifact_id, certificate.generation)
-        if here != there:
-            raise ArtifactError(
-                ArtifactFault.CERTIFICATE_MISPLACED,
-                "a certificate belongs to another artifact",
-                expected="/".join(map(str, here)),
-                found="/".join(map(str, there)),
-                path=label,
-            )
+        _check_place(certificate, (self.namespace, artifact_id, generation), label)
         return certificate
 
     def try_own(self, path: Path) -> FileLock | None:
@@ -227,6 +230,20 @@ class StoreFolder:
         except (OSError, ValueError, RecursionError):
             return {}
         return note if isinstance(note, dict) else {}
+
+
+def _check_place(certificate: Certificate, here: tuple[str, str, int], label: str) -> None:
+    there = (certificate.namespace, certificate.artifact_id, certificate.generation)
+    if here == there:
+        return
+    other = here[:2] != there[:2]
+    raise ArtifactError(
+        ArtifactFault.CERTIFICATE_MISPLACED if other else ArtifactFault.CERTIFICATE_GENERATION,
+        f"a certificate belongs to another {'artifact' if other else 'generation'}",
+        expected="/".join(map(str, here)),
+        found="/".join(map(str, there)),
+        path=label,
+    )
 
 
 def generation_name(generation: int) -> str:

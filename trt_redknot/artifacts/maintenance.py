@@ -12,8 +12,8 @@ from pathlib import Path
 from trt_redknot.artifacts.capacity import Orphans, collect_orphans, reserved_bytes
 from trt_redknot.artifacts.certificate import Certificate
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
-from trt_redknot.artifacts.files import Descriptor, ensure_folder, real_folders, tree_bytes, walk_files, write_file
-from trt_redknot.artifacts.folder import PIN_FILE, REASON_FILE, Published, StoreFolder, generation_name
+from trt_redknot.artifacts.files import Descriptor, real_folders, tree_bytes, walk_files, write_file
+from trt_redknot.artifacts.folder import PIN_FILE, Published, StoreFolder, generation_name
 from trt_redknot.artifacts.layout import CERTIFICATE, LEASE_LOCK
 from trt_redknot.artifacts.lease import VerifiedFiles, check_digest, open_certified
 from trt_redknot.errors import StoreError
@@ -77,6 +77,17 @@ class Maintenance:
     def __init__(self, folder: StoreFolder, capacity_bytes: int | None) -> None:
         self._folder = folder
         self.capacity_bytes = capacity_bytes
+
+    def require(self) -> None:
+        """Raise StoreError unless something was ever built here: for people who may have mistyped a folder's name."""
+        folder = self._folder
+        if not folder.locks.is_dir():
+            raise StoreError(
+                "there is no artifact store", path=folder.root, remedy="Name the folder that artifacts were built into."
+            )
+        if not folder.home.is_dir():
+            names = [found.name for found in real_folders(folder.root) if not found.name.startswith(".")]
+            raise StoreError("the artifact store has no such namespace", expected=names, found=folder.namespace)
 
     def ls(self) -> list[Listed]:
         """All published generations of this namespace."""
@@ -163,7 +174,7 @@ class Maintenance:
             with folder.mutex():
                 orphans = collect_orphans(folder)
                 superseded = [found for found in folder.all_published() if self._collect(found)]
-                set_aside = list(self._quarantined()) if quarantine else []
+                set_aside = list(self._folder.quarantined()) if quarantine else []
                 aside_bytes = sum(tree_bytes(place) for place in set_aside)
                 for place in set_aside:
                     folder.files.remove_tree(place)
@@ -191,7 +202,7 @@ class Maintenance:
                 pinned_bytes=sum(found.bytes for found in published if found.pinned),
                 reserved_bytes=reserved_bytes(self._folder),
                 capacity_bytes=self.capacity_bytes,
-                quarantined=len(list(self._quarantined())),
+                quarantined=len(list(self._folder.quarantined())),
                 disk_free_bytes=shutil.disk_usage(self._folder.root).free if present else None,
             )
 
@@ -279,24 +290,12 @@ class Maintenance:
             self._folder.discard(found.path)
         return True
 
-    def _quarantined(self) -> Iterator[Path]:
-        prefix = f"{self._folder.namespace}."
-        for place in real_folders(self._folder.quarantine):
-            note = self._folder.read_note(place / REASON_FILE)
-            if place.name.startswith(prefix + str(note.get("artifact_id", ""))):
-                yield place
-
     def _drop_if_empty(self, artifact_id: str) -> None:
         folder = self._folder.artifact(artifact_id)
         if self._folder.generations(artifact_id, certified=False):
             return
         with contextlib.suppress(OSError):
             self._folder.files.remove_folder(folder)
-
-    def ensure_root(self) -> None:
-        """Create the store's folder now; StoreError where it cannot be."""
-        with _as_store_error(self._folder.root):
-            ensure_folder(self._folder.files, self._folder.home)
 
 
 @contextlib.contextmanager

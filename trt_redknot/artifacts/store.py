@@ -141,27 +141,31 @@ class ArtifactStore(Maintenance):
     def read_tokens(self, artifact_id: str, identity: ArtifactIdentity) -> NDArray[np.int64] | None:
         """A document's token ids although its artifact may be corrupt: ids that give this artifact id prove themselves.
 
-        Looks at every generation and needs no certificate. None where no token file proves itself.
+        Looks at every generation, the quarantine included, and needs no certificate. None where nothing proves itself.
         """
-        for generation in reversed(self._folder.generations(artifact_id, certified=False)):
+        store = self._folder
+        if not ARTIFACT_ID_PATTERN.fullmatch(artifact_id):
+            return None
+        numbers = reversed(store.generations(artifact_id, certified=False))
+        places = [store.generation(artifact_id, number) for number in numbers]
+        places += [place / GENERATION_FOLDER for place in store.quarantined(artifact_id)]
+        for place in places:
             try:
-                ids = self._unproved_tokens(artifact_id, generation)
+                ids = self._unproved_tokens(place)
             except (ArtifactError, OSError):
                 continue
             if artifact_id_of(self.namespace, digest_tokens(ids), identity) == artifact_id:
                 return ids
         return None
 
-    def _unproved_tokens(self, artifact_id: str, generation: int) -> NDArray[np.int64]:
-        parts = [self.namespace, artifact_id, generation_name(generation), TOKENS_FILE]
+    def _unproved_tokens(self, place: Path) -> NDArray[np.int64]:
         files = self._folder.files
         with self._folder.open_root() as root:
+            parts = (*place.relative_to(self.root).parts, TOKENS_FILE)
             target = Descriptor(files.open_beneath(root.fd, parts, os.O_RDONLY | os.O_NONBLOCK))
         with target:
-            label = str(self._folder.generation(artifact_id, generation) / TOKENS_FILE)
-            size = os.fstat(target.fd).st_size
-            tensor = TensorFile(target.fd, size, label=label, files=files).tensor(TOKENS)
-            ids: NDArray[np.int64] = tensor.to(torch.int64).reshape(-1).numpy().copy()
+            file = TensorFile(target.fd, os.fstat(target.fd).st_size, label=str(place / TOKENS_FILE), files=files)
+            ids: NDArray[np.int64] = file.tensor(TOKENS).to(torch.int64).reshape(-1).numpy().copy()
             return ids
 
     def begin(

@@ -10,6 +10,7 @@
 // Packed latents are multiplied as they are: e4m3 codes become fp16 exactly, block scales multiply 64-channel parts of the
 // scores, and the probabilities (relative to a running largest scale of each block, so that fp16 never overflows).
 
+#include "common/check.h"
 #include "common/ptx.cuh"
 #include "kernels/attention/runs.cuh"
 
@@ -49,6 +50,7 @@ struct Shared {
   float2 alpha[T::kWarps][4];
   float2 peak[T::kWarps][4];
   RunTable table;
+  int32_t row_position[kMaxUnitRows];
   int32_t list[kMaxSelected];
 };
 
@@ -126,10 +128,12 @@ class Worker {
     return head < op_.global_heads ? global + (at * op_.global_heads + head) * kHeadDim
                                    : local + (at * op_.local_heads + head - op_.global_heads) * kHeadDim;
   }
-  __device__ __forceinline__ float2 const* rope_row(int row, int frame) const {
-    int const position = row < 0 ? 0 : __shfl_sync(~0u, position_, row);
-    (void)position;
-    return nullptr;
+  // cos, sin of a column's row in the segment's frame. Rows before the segment see none of it: clamped to stay inside.
+  __device__ __forceinline__ float2 const* rope_of(int column) const {
+    int const row = max(row_of(column), 0);
+    int64_t const frame = int64_t{shared_.row_position[row]} - frame_;
+    return reinterpret_cast<float2 const*>(op_.rope) +
+           max(int64_t{0}, min(frame, op_.rope_positions - 1)) * (kRopeDim / 2);
   }
 
   __device__ __forceinline__ void start();
@@ -147,5 +151,595 @@ class Worker {
                                              uint32_t const (&pb16)[kW][2]);
   __device__ __forceinline__ void finish();
 };
+
+template <typename T>
+__device__ __forceinline__ void Worker<T>::start() {
+  bool const mine = lane_ < unit_.rows;
+  int64_t const row = unit_.row + (mine ? lane_ : 0);
+  position_ = narrow(op_.positions[row]);
+  visible_ = narrow(op_.visible[row]);
+  first_segment_ = static_cast<int>(max(int64_t{0}, op_.row_segments[2 * row]));
+  last_segment_ = static_cast<int>(min(int64_t{op_.segment_count}, op_.row_segments[2 * row + 1]));
+  if (warp_ == 0 && mine) shared_.row_position[lane_] = position_;
+#pragma unroll
+  for (int c = 0; c < kC; ++c) {
+#pragma unroll
+    for (int n = 0; n < kW; ++n) {
+      auto const* q = column_pointer(8 * n + g_, static_cast<__nv_bfloat16 const*>(op_.q_global),
+                                     static_cast<__nv_bfloat16 const*>(op_.q_local));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t low = 0, high = 0;
+        if (q != nullptr && !is_rope(c)) {
+          __nv_bfloat16 const* at = q + (warp_ * kC + c) * kBlockChannels + 16 * j;
+          if constexpr (T::kPacked) {
+            uint2 const four = *reinterpret_cast<uint2 const*>(at + 4 * t_);
+            float2 const x = ptx::unpack_bf16(four.x), y = ptx::unpack_bf16(four.y);
+            low = ptx::pack_f16(x.x, x.y);
+            high = ptx::pack_f16(y.x, y.y);
+          } else {
+            low = *reinterpret_cast<uint32_t const*>(at + 2 * t_);
+            high = *reinterpret_cast<uint32_t const*>(at + 8 + 2 * t_);
+          }
+        }
+        q_[c][j][n][0] = low;
+        q_[c][j][n][1] = high;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o_[c][j][n][i] = 0;
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kW; ++n) {
+    rope_peak_[n][0] = rope_peak_[n][1] = kNone;
+    if (rope_warp()) {
+#pragma unroll
+      for (int m = 0; m < 4; ++m) shared_.rope_sum[n][m][lane_] = {0, 0, 0, 0};
+    }
+  }
+  peak_[0] = peak_[1] = kNone;
+  sum_[0] = sum_[1] = 0;
+#pragma unroll
+  for (int i = 0; i < T::kLaneScales; ++i) largest_[i] = 0;
+  sync();
+}
+
+template <typename T>
+__device__ __forceinline__ Group Worker<T>::group_at(int begin) const {
+  Group group;
+  group.begin = begin;
+  group.first_segment = __shfl_sync(~0u, first_segment_, begin);
+  group.last_segment = __shfl_sync(~0u, last_segment_, begin);
+  bool const other = lane_ >= unit_.rows ||
+                     (lane_ > begin && (first_segment_ != group.first_segment || last_segment_ != group.last_segment));
+  unsigned const others = __ballot_sync(~0u, other) & ~((2u << begin) - 1);
+  group.end = others != 0 ? __ffs(others) - 1 : 32;
+  bool const mine = lane_ >= begin && lane_ < group.end;
+  group.lowest_position = __reduce_min_sync(~0u, mine ? position_ : INT32_MAX);
+  group.highest_position = __reduce_max_sync(~0u, mine ? position_ : INT32_MIN);
+  group.least_visible = __reduce_min_sync(~0u, mine ? visible_ : INT32_MAX);
+  group.most_visible = __reduce_max_sync(~0u, mine ? visible_ : INT32_MIN);
+  return group;
+}
+
+template <typename T>
+__device__ __forceinline__ void Worker<T>::enter(Group const& group) {
+  group_ = group;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    int const row = row_of(8 * warp_ + 2 * t_ + i);
+    bool const inside = row >= group.begin && row < group.end;
+    int const position = __shfl_sync(~0u, position_, max(row, 0)), visible = __shfl_sync(~0u, visible_, max(row, 0));
+    window_low_[i] = position - op_.window + 1;
+    window_high_[i] = inside ? position + 1 : INT32_MIN;
+    entry_high_[i] = inside ? visible : INT32_MIN;
+  }
+  if (warp_ == 0) build_windows(shared_.table, group, position_, op_.window, lane_);
+}
+
+// Issues the copies of the next tile, if there is one, and commits them as one group either way.
+template <typename T>
+__device__ __forceinline__ void Worker<T>::load(int& run_index, int& offset, int stage) {
+  if (run_index < shared_.table.run_count) {
+    Run const run = shared_.table.runs[run_index];
+    // Places past the end repeat the last key: what is masked is still a latent, never stale shared memory.
+    int const place = run.row0 + min(offset + lane_ % T::kKeys, run.count - 1);
+    int const row = run.source == Source::kSelected ? shared_.list[place] : place;
+    auto const* pool = static_cast<uint8_t const*>(run.source == Source::kWindow ? op_.latents : op_.entries);
+    uint32_t const tile = ptx::shared_address(shared_.tiles[stage]);
+    constexpr int kOwn = T::kKeys / kW;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      int const key = warp_ * kOwn + i;
+      uint8_t const* from = pool + int64_t{__shfl_sync(~0u, row, key)} * T::kRowBytes;
+      uint32_t const to = tile + key * T::kStride;
+      if constexpr (T::kPacked) {
+        ptx::copy_async_8(to + 8 * lane_, from + 8 * lane_);
+        ptx::copy_async_8(to + 256 + 8 * lane_, from + 256 + 8 * lane_);
+        if (lane_ < 9) ptx::copy_async_8(to + 512 + 8 * lane_, from + 512 + 8 * lane_);
+      } else {
+        ptx::copy_async_16(to + 16 * lane_, from + 16 * lane_);
+        ptx::copy_async_16(to + 512 + 16 * lane_, from + 512 + 16 * lane_);
+      }
+    }
+    offset += T::kKeys;
+    if (offset >= run.count) {
+      offset = 0;
+      ++run_index;
+    }
+  }
+  ptx::copy_commit();
+}
+
+template <typename T>
+__device__ __forceinline__ void Worker<T>::walk() {
+  int ahead_run = 0, ahead_offset = 0;
+#pragma unroll
+  for (int stage = 0; stage < T::kStages - 1; ++stage) load(ahead_run, ahead_offset, stage);
+  int stage = 0;
+  int const runs = shared_.table.run_count;
+  for (int index = 0; index < runs; ++index) {
+    Run const run = shared_.table.runs[index];
+    if (!in_segment_ || run.segment_start != frame_) {
+      fold();
+      frame_ = run.segment_start;
+      in_segment_ = true;
+      rotate_queries();
+    }
+    for (int offset = 0; offset < run.count; offset += T::kKeys) {
+      ptx::copy_wait<T::kStages - 2>();
+      sync();
+      load(ahead_run, ahead_offset, stage == 0 ? T::kStages - 1 : stage - 1);
+      attend(run, offset, ptx::shared_address(shared_.tiles[stage]));
+      stage = stage == T::kStages - 1 ? 0 : stage + 1;
+    }
+  }
+  ptx::copy_wait<0>();
+}
+
+// The rope channels of q, turned by the row's position in the segment's frame.
+template <typename T>
+__device__ __forceinline__ void Worker<T>::rotate_queries() {
+  if (!rope_warp()) return;
+#pragma unroll
+  for (int n = 0; n < kW; ++n) {
+    auto const* q = column_pointer(8 * n + g_, static_cast<__nv_bfloat16 const*>(op_.q_global),
+                                   static_cast<__nv_bfloat16 const*>(op_.q_local));
+    float2 const* turn = rope_of(8 * n + g_);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int const pair = 8 * j + 4 * half + t_;
+        uint32_t turned = 0;
+        if (q != nullptr) {
+          float2 const x = ptx::unpack_bf16(*reinterpret_cast<uint32_t const*>(q + kNopeDim + 2 * pair)), cs = turn[pair];
+          turned = ptx::pack_bf16(x.x * cs.x - x.y * cs.y, x.y * cs.x + x.x * cs.y);
+        }
+        q_[kC - 1][j][n][half] = turned;
+      }
+    }
+  }
+}
+
+// Turns the rope channels of the segment's partial output back and adds them to rope_sum.
+template <typename T>
+__device__ __forceinline__ void Worker<T>::fold() {
+  if (!rope_warp() || !in_segment_) return;
+  bool const odd = g_ & 1;
+#pragma unroll
+  for (int n = 0; n < kW; ++n) {
+    float2 const* turn[2] = {rope_of(8 * n + 2 * t_), rope_of(8 * n + 2 * t_ + 1)};
+    float now[2], keep[2];
+    if constexpr (kW == 1) {
+      now[0] = peak_[0];
+      now[1] = peak_[1];
+    } else {
+      float2 const peaks = shared_.peak[n][t_];
+      now[0] = peaks.x;
+      now[1] = peaks.y;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      keep[i] = now[i] == kNone ? 0.0f : ptx::exp2_fast(rope_peak_[n][i] - now[i]);
+      rope_peak_[n][i] = now[i];
+    }
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      float4 total = shared_.rope_sum[n][m][lane_];
+      float* sums = &total.x;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float2 const cs = turn[i & 1][8 * m + 4 * (i / 2) + g_ / 2];
+        float const own = o_[kC - 1][m][n][i], pair = __shfl_xor_sync(~0u, own, 4);
+        sums[i] = sums[i] * keep[i & 1] + own * cs.x + (odd ? -pair : pair) * cs.y;
+        o_[kC - 1][m][n][i] = 0;
+      }
+      shared_.rope_sum[n][m][lane_] = total;
+    }
+  }
+}
+
+// This warp's part of the scores of 16 keys and all columns.
+template <typename T>
+__device__ __forceinline__ void Worker<T>::score(uint32_t tile, int part, float (&s)[kW][4]) const {
+  uint32_t const base = tile + part * 16 * T::kStride + (lane_ % 16) * T::kStride + (lane_ / 16) * 16;
+  uint32_t const scales = tile + (part * 16 + g_) * T::kStride + kLatentScaleOffset + warp_ * kC;
+#pragma unroll
+  for (int n = 0; n < kW; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
+#pragma unroll
+  for (int c = 0; c < kC; ++c) {
+    uint32_t const at = base + chunk_bytes(c);
+    if (is_wide(c)) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t a[4];
+        ptx::load_matrices(a, at + 32 * j);
+#pragma unroll
+        for (int n = 0; n < kW; ++n) ptx::mma_bf16(s[n], a[0], a[1], a[2], a[3], q_[c][j][n][0], q_[c][j][n][1]);
+      }
+    } else {
+      float x[kW][4];
+#pragma unroll
+      for (int n = 0; n < kW; ++n) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t a[4];
+        ptx::load_matrices(a, at + 32 * half);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          uint32_t const a0 = ptx::e4m3_to_f16(static_cast<uint16_t>(a[2 * j])),
+                         a1 = ptx::e4m3_to_f16(static_cast<uint16_t>(a[2 * j + 1])),
+                         a2 = ptx::e4m3_to_f16(static_cast<uint16_t>(a[2 * j] >> 16)),
+                         a3 = ptx::e4m3_to_f16(static_cast<uint16_t>(a[2 * j + 1] >> 16));
+#pragma unroll
+          for (int n = 0; n < kW; ++n) {
+            ptx::mma_f16(x[n], a0, a1, a2, a3, q_[c][2 * half + j][n][0], q_[c][2 * half + j][n][1]);
+          }
+        }
+      }
+      float const low = ptx::power_of_two(ptx::load_byte(scales + c)),
+                  high = ptx::power_of_two(ptx::load_byte(scales + c + 8 * T::kStride));
+#pragma unroll
+      for (int n = 0; n < kW; ++n) {
+        s[n][0] += x[n][0] * low;
+        s[n][1] += x[n][1] * low;
+        s[n][2] += x[n][2] * high;
+        s[n][3] += x[n][3] * high;
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void Worker<T>::mask(Run const& run, int offset, float (&s)[T::kParts][4]) const {
+  bool const window = run.source == Source::kWindow;
+  int low[2], high[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    low[i] = window ? window_low_[i] : INT32_MIN;
+    int const own = window ? window_high_[i] : entry_high_[i];
+    // Selected keys were checked one by one when the list was made; here only columns without a row are left out.
+    high[i] = min(run.source == Source::kSelected && own != INT32_MIN ? INT32_MAX : own, run.x0 + run.count);
+  }
+#pragma unroll
+  for (int part = 0; part < T::kParts; ++part) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int const x = run.x0 + offset + 16 * part + 8 * (i / 2) + g_;
+      if (x < low[i & 1] || x >= high[i & 1]) s[part][i] = kNone;
+    }
+  }
+}
+
+// Block scales of the tile's keys as fp16 relative to the largest seen; when that grows, the output shrinks with it.
+template <typename T>
+__device__ __forceinline__ void Worker<T>::read_scales(uint32_t tile) {
+  int const first = T::kLaneScales * (lane_ & 1) % kC;
+  int exponent[T::kParts][T::kLaneScales];
+  bool grew = false;
+#pragma unroll
+  for (int part = 0; part < T::kParts; ++part) {
+#pragma unroll
+    for (int i = 0; i < T::kLaneScales; ++i) {
+      int const key = 16 * part + lane_ / 2;
+      exponent[part][i] = ptx::load_byte(tile + key * T::kStride + kLatentScaleOffset + warp_ * kC + first + i);
+      grew |= exponent[part][i] > largest_[i];
+    }
+  }
+  if (__any_sync(~0u, grew)) {
+    float shrink[T::kLaneScales];
+#pragma unroll
+    for (int i = 0; i < T::kLaneScales; ++i) {
+      int most = exponent[0][i];
+#pragma unroll
+      for (int part = 1; part < T::kParts; ++part) most = max(most, exponent[part][i]);
+#pragma unroll
+      for (int step = 2; step < 32; step *= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
+      int const before = largest_[i];
+      if (most > before) largest_[i] = most + kScaleSlack;
+      shrink[i] = ptx::exp2_fast(static_cast<float>(before - largest_[i]));
+    }
+#pragma unroll
+    for (int c = 0; c < kC; ++c) {
+      float const factor = __shfl_sync(~0u, shrink[c % T::kLaneScales], c / T::kLaneScales);
+      if (is_wide(c)) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int n = 0; n < kW; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) o_[c][j][n][i] *= factor;
+        }
+      }
+    }
+  }
+  __half* const table = shared_.scales[warp_];
+#pragma unroll
+  for (int part = 0; part < T::kParts; ++part) {
+    // Keys 2t, 2t + 1, 2t + 8, 2t + 9 lie side by side: one 8-byte load gives a thread all it needs of a block.
+    int const key = lane_ / 2, place = key % 8 / 2 * 4 + key / 8 * 2 + key % 2;
+#pragma unroll
+    for (int i = 0; i < T::kLaneScales; ++i) {
+      int const field = max(exponent[part][i] - largest_[i] + kScaleHeadroom + 15, 0);
+      table[((first + i) * T::kParts + part) * 16 + place] = __ushort_as_half(static_cast<unsigned short>(field << 10));
+    }
+  }
+  __syncwarp();
+}
+
+// Adds the probabilities (B fragments: keys 2t, 2t + 1 and 2t + 8, 2t + 9 of column g) times the latents to the output.
+template <typename T>
+__device__ __forceinline__ void Worker<T>::accumulate(uint32_t tile, int part, uint32_t const (&p_f16)[kW][2],
+                                                      uint32_t const (&p_bf16)[kW][2]) {
+  uint32_t const base = tile + part * 16 * T::kStride + (lane_ % 16) * T::kStride + (lane_ / 16) * 16;
+#pragma unroll
+  for (int c = 0; c < kC; ++c) {
+    uint32_t const at = base + chunk_bytes(c);
+    if (is_wide(c)) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t a[4];
+        ptx::load_matrices_transposed(a, at + 32 * j);
+#pragma unroll
+        for (int n = 0; n < kW; ++n) ptx::mma_bf16(o_[c][j][n], a[0], a[2], a[1], a[3], p_bf16[n][0], p_bf16[n][1]);
+      }
+    } else {
+      uint2 const scale = *reinterpret_cast<uint2 const*>(&shared_.scales[warp_][(c * T::kParts + part) * 16 + 4 * t_]);
+      uint32_t p[kW][2];
+#pragma unroll
+      for (int n = 0; n < kW; ++n) {
+        p[n][0] = ptx::multiply_f16(p_f16[n][0], scale.x);
+        p[n][1] = ptx::multiply_f16(p_f16[n][1], scale.y);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t a[4];
+        ptx::load_matrices_transposed(a, at + 32 * half);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          // Bytes (key 2t: channel 2g, 2g + 1), (key 2t + 1: the same) become two channels of two keys.
+          uint32_t const x = __byte_perm(a[2 * j], 0, 0x3120), y = __byte_perm(a[2 * j + 1], 0, 0x3120);
+          uint32_t const a0 = ptx::e4m3_to_f16(static_cast<uint16_t>(x)),
+                         a1 = ptx::e4m3_to_f16(static_cast<uint16_t>(x >> 16)),
+                         a2 = ptx::e4m3_to_f16(static_cast<uint16_t>(y)),
+                         a3 = ptx::e4m3_to_f16(static_cast<uint16_t>(y >> 16));
+#pragma unroll
+          for (int n = 0; n < kW; ++n) ptx::mma_f16(o_[c][2 * half + j][n], a0, a1, a2, a3, p[n][0], p[n][1]);
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void Worker<T>::attend(Run const& run, int offset, uint32_t tile) {
+  float own[T::kParts][4];
+#pragma unroll
+  for (int part = 0; part < T::kParts; ++part) {
+    float s[kW][4];
+    score(tile, part, s);
+#pragma unroll
+    for (int n = 0; n < kW; ++n) {
+      if constexpr (kW == 1) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) own[part][i] = s[0][i];
+      } else {
+        shared_.partial[n][part][warp_][lane_] = {s[n][0], s[n][1], s[n][2], s[n][3]};
+      }
+    }
+  }
+  if constexpr (T::kPacked) read_scales(tile);
+  if constexpr (kW > 1) {
+    __syncthreads();
+#pragma unroll
+    for (int part = 0; part < T::kParts; ++part) {
+      float4 total = shared_.partial[warp_][part][0][lane_];
+#pragma unroll
+      for (int w = 1; w < kW; ++w) {
+        float4 const more = shared_.partial[warp_][part][w][lane_];
+        total = {total.x + more.x, total.y + more.y, total.z + more.z, total.w + more.w};
+      }
+      own[part][0] = total.x;
+      own[part][1] = total.y;
+      own[part][2] = total.z;
+      own[part][3] = total.w;
+    }
+  }
+  // log2(e) / sqrt(512): probabilities are powers of two from here on.
+  constexpr float kScale = 1.4426950408889634f * 0.04419417382415922f;
+#pragma unroll
+  for (int part = 0; part < T::kParts; ++part) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) own[part][i] *= kScale;
+  }
+  mask(run, offset, own);
+  float alpha[2], base[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float most = fmaxf(own[0][i], own[0][i + 2]);
+#pragma unroll
+    for (int part = 1; part < T::kParts; ++part) most = fmaxf(most, fmaxf(own[part][i], own[part][i + 2]));
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    float const peak = fmaxf(peak_[i], most);
+    base[i] = peak == kNone ? 0.0f : peak;
+    alpha[i] = peak == kNone ? 1.0f : ptx::exp2_fast(peak_[i] - base[i]);
+    peak_[i] = peak;
+    sum_[i] *= alpha[i];
+  }
+  uint32_t p_f16[T::kParts][kW][2], p_bf16[T::kParts][kW][2];
+#pragma unroll
+  for (int part = 0; part < T::kParts; ++part) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      own[part][i] = ptx::exp2_fast(own[part][i] - base[i & 1]);
+      sum_[i & 1] += own[part][i];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float const a = own[part][2 * half], b = own[part][2 * half + 1];
+      p_f16[part][0][half] = T::kPacked ? ptx::transpose_matrix(ptx::pack_f16(a, b)) : 0;
+      p_bf16[part][0][half] = ptx::transpose_matrix(ptx::pack_bf16(a, b));
+    }
+  }
+  bool rescale = alpha[0] != 1.0f || alpha[1] != 1.0f;
+  if constexpr (kW == 1) {
+    rescale = __any_sync(~0u, rescale);
+  } else {
+#pragma unroll
+    for (int part = 0; part < T::kParts; ++part) {
+      shared_.probabilities[warp_][part][lane_] = {p_f16[part][0][0], p_f16[part][0][1], p_bf16[part][0][0],
+                                                   p_bf16[part][0][1]};
+    }
+    if (g_ == 0) {
+      shared_.alpha[warp_][t_] = {alpha[0], alpha[1]};
+      shared_.peak[warp_][t_] = {peak_[0], peak_[1]};
+    }
+    rescale = __syncthreads_or(rescale);
+#pragma unroll
+    for (int part = 0; part < T::kParts; ++part) {
+#pragma unroll
+      for (int n = 0; n < kW; ++n) {
+        uint4 const p = shared_.probabilities[n][part][lane_];
+        p_f16[part][n][0] = p.x;
+        p_f16[part][n][1] = p.y;
+        p_bf16[part][n][0] = p.z;
+        p_bf16[part][n][1] = p.w;
+      }
+    }
+  }
+  if (rescale) {
+#pragma unroll
+    for (int n = 0; n < kW; ++n) {
+      float2 const factor = kW == 1 ? make_float2(alpha[0], alpha[1]) : shared_.alpha[n][t_];
+#pragma unroll
+      for (int c = 0; c < kC; ++c) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          o_[c][j][n][0] *= factor.x;
+          o_[c][j][n][1] *= factor.y;
+          o_[c][j][n][2] *= factor.x;
+          o_[c][j][n][3] *= factor.y;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int part = 0; part < T::kParts; ++part) accumulate(tile, part, p_f16[part], p_bf16[part]);
+}
+
+template <typename T>
+__device__ __forceinline__ void Worker<T>::finish() {
+  float factor[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) sum_[i] += __shfl_xor_sync(~0u, sum_[i], step);
+    int const column = 8 * warp_ + 2 * t_ + i;
+    factor[i] = 0;
+    if (row_of(column) >= 0) {
+      int const head = unit_.head + column % unit_.heads;
+      float const sink = (head < op_.global_heads ? op_.sinks_global[head] : op_.sinks_local[head - op_.global_heads]) *
+                         1.4426950408889634f;
+      float const peak = fmaxf(peak_[i], sink);
+      if (peak_[i] != kNone) {
+        float const scale = ptx::exp2_fast(peak_[i] - peak);
+        factor[i] = scale / (sum_[i] * scale + ptx::exp2_fast(sink - peak));
+      }
+    }
+  }
+  if constexpr (kW > 1) {
+    if (g_ == 0) shared_.alpha[warp_][t_] = {factor[0], factor[1]};
+    __syncthreads();
+  }
+#pragma unroll
+  for (int n = 0; n < kW; ++n) {
+    float2 const scale = kW == 1 ? make_float2(factor[0], factor[1]) : shared_.alpha[n][t_];
+    __nv_bfloat16* out[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      out[i] = column_pointer(8 * n + 2 * t_ + i, static_cast<__nv_bfloat16*>(op_.out_global),
+                              static_cast<__nv_bfloat16*>(op_.out_local));
+    }
+#pragma unroll
+    for (int c = 0; c < kC; ++c) {
+      int const channel = (warp_ * kC + c) * kBlockChannels;
+      float block = 1;
+      if constexpr (T::kPacked) {
+        int const largest = __shfl_sync(~0u, largest_[c % T::kLaneScales], c / T::kLaneScales);
+        if (!is_wide(c)) block = exp2f(static_cast<float>(largest - 127 - kScaleHeadroom));
+      }
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        float v[4];
+        float4 const folded = is_rope(c) ? shared_.rope_sum[n][m][lane_] : make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          v[i] = (is_rope(c) ? (&folded.x)[i] : o_[c][m][n][i]) * block * (i & 1 ? scale.y : scale.x);
+        }
+        if (!is_wide(c)) {
+          // Rows g and g + 8 of the fragment are channels 2g and 2g + 1.
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (out[i] != nullptr) {
+              *reinterpret_cast<uint32_t*>(out[i] + channel + 16 * m + 2 * g_) = ptx::pack_bf16(v[i], v[i + 2]);
+            }
+          }
+          continue;
+        }
+        // Channels g and g + 1 lie in neighbouring lanes: even ones write the first column, odd ones the second.
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          bool const odd = g_ & 1;
+          float const mine = odd ? v[2 * half + 1] : v[2 * half], other = odd ? v[2 * half] : v[2 * half + 1];
+          float const theirs = __shfl_xor_sync(~0u, other, 4);
+          __nv_bfloat16* const to = out[odd];
+          if (to != nullptr) {
+            *reinterpret_cast<uint32_t*>(to + channel + 16 * m + 8 * half + (g_ & ~1)) =
+                odd ? ptx::pack_bf16(theirs, mine) : ptx::pack_bf16(mine, theirs);
+          }
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 256 / T::kThreads) attention_kernel(__grid_constant__ Launch const launch) {
+  extern __shared__ __align__(16) uint8_t raw[];
+  Worker<T>(launch, *reinterpret_cast<Shared<T>*>(raw)).run();
+}
+
+template <int kWarps, bool kPacked>
+Status launch_attention(Launch const& launch, cudaStream_t stream) {
+  using T = Traits<kWarps, kPacked>;
+  constexpr int kBytes = static_cast<int>(sizeof(Shared<T>));
+  int64_t const units = int64_t{launch.full.units} + launch.tail.units;
+  REDKNOT_CUDA(cudaFuncSetAttribute(attention_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  attention_kernel<T><<<static_cast<unsigned>(units), T::kThreads, kBytes, stream>>>(launch);
+  REDKNOT_LAUNCHED();
+  return Status::kSuccess;
+}
 
 }  // namespace redknot::attention

@@ -37,7 +37,7 @@ struct HyperConnectionPostParams {
   int64_t rows;
   int32_t stream_count;
   int32_t hidden;
-  void* out;              // bf16 [rows, stream_count, hidden]; may be `streams`
+  void* out;              // bf16 [rows, stream_count, hidden]
 };
 
 }  // namespace redknot

@@ -82,7 +82,7 @@ __device__ __forceinline__ float squares(uint4 raw) {
 
 // Partial mixes and sums of squares of 128 rows over one split of the depth. The depth is permuted inside blocks of 32 (a
 // lane's 16-byte load feeds two products), alike for both operands, which leaves the sums unchanged.
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 2)
     mix_kernel(HyperConnectionPreParams const params, int mixes, Split const split, int64_t first_row, int64_t rows) {
   extern __shared__ uint4 shared_raw[];
   auto* const high = reinterpret_cast<__nv_bfloat16*>(shared_raw);

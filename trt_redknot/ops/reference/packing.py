@@ -9,9 +9,9 @@ Plain row of `width` channels (Local contribution, indexer keys):
     channels as e4m3 | zero pad to 4 bytes | one fp32 scale per 128 channels
 
 Scales are powers of two, the smallest that brings the largest finite magnitude of their channels to at most 448, so
-that a code times its scale is exact in bf16 and fp32. Rounding is to nearest even. Channels that are not finite become
-NaN and do not disturb the scale; an all-zero block has scale 1. Scales never go below 2**-126, so the error of a
-subnormal block is at most 2**-136.
+that a code times its scale is exact in fp32 (and in bf16, down to its smallest normal value). Rounding is to nearest
+even. Channels that are not finite become NaN and do not disturb the scale; magnitudes above 1.875 * 2**127 become that;
+an all-zero block has scale 1. Scales never go below 2**-126: the error of a subnormal block is at most 2**-136.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ ROW_BLOCK = 128
 E4M3_MAX = 448.0
 _UE8M0_BIAS = 127
 _LEAST_EXPONENT = -126
+# The largest fp32 with e4m3's mantissa: what lies above would round to infinity.
+_LARGEST = 1.875 * 2.0**127
 
 
 def latent_row_bytes(head_dim: int, rope_dim: int) -> int:
@@ -42,7 +44,7 @@ def pack_latents(latents: torch.Tensor, rope_dim: int) -> torch.Tensor:
     nope = head_dim - rope_dim
     assert 0 <= rope_dim <= head_dim, f"{rope_dim} rope channels in a latent of {head_dim}"
     codes, exponents = _quantise(latents[:, :nope].float(), LATENT_BLOCK)
-    rope = latents[:, nope:].to(torch.bfloat16).contiguous().view(torch.uint8)
+    rope = _as(latents[:, nope:].to(torch.bfloat16), torch.uint8)
     scales = (exponents + _UE8M0_BIAS).to(torch.uint8)
     pad = latent_row_bytes(head_dim, rope_dim) - nope - 2 * rope_dim - scales.shape[1]
     return torch.cat((codes, rope, scales, codes.new_zeros((rows, pad))), dim=1)
@@ -55,8 +57,8 @@ def unpack_latents(packed: torch.Tensor, head_dim: int, rope_dim: int, dtype: to
     assert packed.shape[1] == latent_row_bytes(head_dim, rope_dim), tuple(packed.shape)
     rope_end = nope + 2 * rope_dim
     scales = packed[:, rope_end : rope_end + _blocks(nope, LATENT_BLOCK)]
-    values = _dequantise(packed[:, :nope], scales.contiguous().view(torch.float8_e8m0fnu).float(), LATENT_BLOCK)
-    rope = packed[:, nope:rope_end].contiguous().view(torch.bfloat16)
+    values = _dequantise(packed[:, :nope], _as(scales, torch.float8_e8m0fnu).float(), LATENT_BLOCK)
+    rope = _as(packed[:, nope:rope_end], torch.bfloat16)
     return torch.cat((values.to(dtype), rope.to(dtype)), dim=1)
 
 
@@ -65,14 +67,14 @@ def pack_rows(values: torch.Tensor) -> torch.Tensor:
     rows, width = values.shape
     codes, exponents = _quantise(values.float(), ROW_BLOCK)
     pad = codes.new_zeros((rows, _ceil_to(width, 4) - width))
-    return torch.cat((codes, pad, _power_of_two(exponents).view(torch.uint8)), dim=1)
+    return torch.cat((codes, pad, _as(_power_of_two(exponents), torch.uint8)), dim=1)
 
 
 def unpack_rows(packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows [n, width] of `dtype` from uint8 [n, row_bytes(width)]."""
     assert packed.dtype is torch.uint8, packed.dtype
     assert packed.shape[1] == row_bytes(width), tuple(packed.shape)
-    scales = packed[:, _ceil_to(width, 4) :].contiguous().view(torch.float32)
+    scales = _as(packed[:, _ceil_to(width, 4) :], torch.float32)
     return _dequantise(packed[:, :width], scales, ROW_BLOCK).to(dtype)
 
 
@@ -80,6 +82,7 @@ def _quantise(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Ten
     """Codes uint8 [n, width] and scale exponents int32 [n, blocks] of fp32 rows."""
     rows, width = values.shape
     finite = torch.isfinite(values)
+    values = values.clamp(-_LARGEST, _LARGEST)
     magnitude = torch.where(finite, values, 0.0).abs()
     padded = torch.nn.functional.pad(magnitude, (0, _ceil_to(width, block) - width))
     peak = padded.reshape(rows, _blocks(width, block), block).amax(dim=2)
@@ -89,17 +92,25 @@ def _quantise(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Ten
     exponents = torch.where(peak == 0, 0, exponents).int()
     scaled = values * _spread(_power_of_two(-exponents), width, block)
     codes = torch.where(finite, scaled, torch.nan).to(torch.float8_e4m3fn)
-    return codes.contiguous().view(torch.uint8), exponents
+    return _as(codes, torch.uint8), exponents
 
 
 def _dequantise(codes: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
-    values = codes.contiguous().view(torch.float8_e4m3fn).float()
+    values = _as(codes, torch.float8_e4m3fn).float()
     return values * _spread(scales, codes.shape[1], block)
 
 
 def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
     """fp32 2**e for int32 e from -126 to 127, from its bits: a power function may be off by a rounding."""
     return ((exponents + 127) << 23).contiguous().view(torch.float32)
+
+
+def _as(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of [n, k] as `dtype`, for any offset and stride, and for no bytes at all."""
+    if not values.numel():
+        width = values.shape[1] * values.element_size() // dtype.itemsize
+        return torch.empty((values.shape[0], width), dtype=dtype, device=values.device)
+    return values.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _spread(per_block: torch.Tensor, width: int, block: int) -> torch.Tensor:

@@ -1,0 +1,29 @@
+#pragma once
+
+// Sizes of packed rows (trt_redknot/ops/reference/packing.py), for hosts and devices.
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define REDKNOT_HOST_DEVICE __host__ __device__
+#else
+#define REDKNOT_HOST_DEVICE
+#endif
+
+namespace redknot {
+
+REDKNOT_HOST_DEVICE constexpr int64_t ceil_to(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// Bytes of a latent row: nope codes, rope as bf16, one ue8m0 scale per 64 nope channels, padding to 8 bytes.
+REDKNOT_HOST_DEVICE constexpr int64_t packed_latent_bytes(int64_t width, int64_t rope_dim) {
+  return ceil_to(width + rope_dim + (width - rope_dim + 63) / 64, 8);
+}
+
+// Bytes of a plain row: codes, padding to 4 bytes, one fp32 scale per 128 channels.
+REDKNOT_HOST_DEVICE constexpr int64_t packed_row_bytes(int64_t width) {
+  return ceil_to(width, 4) + 4 * ((width + 127) / 128);
+}
+
+}  // namespace redknot

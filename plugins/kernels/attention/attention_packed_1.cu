@@ -1,0 +1,7 @@
+#include "kernels/attention/kernel.cuh"
+
+namespace redknot::attention {
+
+template Status launch_attention<1, true>(Launch const&, cudaStream_t);
+
+}  // namespace redknot::attention

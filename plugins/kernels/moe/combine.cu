@@ -1,0 +1,93 @@
+#include "common/check.h"
+#include "common/vector.cuh"
+#include "kernels/moe/launch.h"
+
+namespace redknot {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMaxTopK = 32;
+constexpr unsigned kActivationBlocks = 132 * 16;
+
+__global__ void __launch_bounds__(kThreads) activation_kernel(MoeActivationParams const params) {
+  int64_t const rows = min(static_cast<int64_t>(params.ends[params.experts - 1]), params.capacity);
+  int64_t const vectors_a_row = params.width / kVector;
+  int64_t const vectors = rows * vectors_a_row;
+  for (int64_t vector = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; vector < vectors;
+       vector += static_cast<int64_t>(gridDim.x) * kThreads) {
+    int64_t const row = vector / vectors_a_row;
+    int64_t const channel = vector % vectors_a_row * kVector;
+    auto const* source = static_cast<__nv_bfloat16 const*>(params.gate_up) + row * 2 * params.width + channel;
+    uint4 const gate_raw = load_once(source);
+    uint4 const up_raw = load_once(source + params.width);
+    float gate[kVector];
+    float up[kVector];
+    unpack_bf16(gate_raw, gate);
+    unpack_bf16(up_raw, up);
+#pragma unroll
+    for (int index = 0; index < kVector; ++index) {
+      // Comparisons, not fminf: NaN goes through, as in torch.clamp.
+      float const clamped = gate[index] > params.limit ? params.limit : gate[index];
+      float const bounded = up[index] > params.limit ? params.limit : (up[index] < -params.limit ? -params.limit : up[index]);
+      gate[index] = clamped / (1.0F + __expf(-clamped)) * bounded;
+    }
+    auto* target = static_cast<__nv_bfloat16*>(params.out) + row * params.width + channel;
+    *reinterpret_cast<uint4*>(target) = pack_bf16(gate);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) combine_kernel(MoeCombineParams const params) {
+  __shared__ int32_t places[kMaxTopK];
+  __shared__ float weights[kMaxTopK];
+  int64_t const row = blockIdx.x;
+  if (static_cast<int>(threadIdx.x) < params.top_k) {
+    places[threadIdx.x] = params.inverse[row * params.top_k + threadIdx.x];
+    weights[threadIdx.x] = params.weights[row * params.top_k + threadIdx.x];
+  }
+  __syncthreads();
+  for (int channel = static_cast<int>(threadIdx.x) * kVector; channel < params.hidden; channel += kThreads * kVector) {
+    float sum[kVector] = {};
+#pragma unroll 6
+    for (int slot = 0; slot < params.top_k; ++slot) {
+      int64_t const place = places[slot];
+      if (place < 0) continue;
+      uint4 raw{~0U, ~0U, ~0U, ~0U};
+      if (place < params.capacity) {
+        raw = load_once(static_cast<__nv_bfloat16 const*>(params.y) + place * params.hidden + channel);
+      }
+      float values[kVector];
+      unpack_bf16(raw, values);
+#pragma unroll
+      for (int index = 0; index < kVector; ++index) sum[index] += weights[slot] * values[index];
+    }
+    auto* target = static_cast<__nv_bfloat16*>(params.out) + row * params.hidden + channel;
+    *reinterpret_cast<uint4*>(target) = pack_bf16(sum);
+  }
+}
+
+}  // namespace
+
+Status moe_activation(MoeActivationParams const& params, cudaStream_t stream) {
+  REDKNOT_VALID(params.capacity >= 0 && params.width > 0 && params.experts > 0 && params.limit > 0);
+  REDKNOT_SUPPORTED(params.width % kVector == 0);
+  if (params.capacity == 0) return Status::kSuccess;
+  REDKNOT_VALID(params.gate_up != nullptr && params.ends != nullptr && params.out != nullptr);
+  REDKNOT_REQUIRE(aligned(params.gate_up, 16) && aligned(params.out, 16), Status::kMisaligned);
+  activation_kernel<<<kActivationBlocks, kThreads, 0, stream>>>(params);
+  REDKNOT_LAUNCHED();
+  return Status::kSuccess;
+}
+
+Status moe_combine(MoeCombineParams const& params, cudaStream_t stream) {
+  REDKNOT_VALID(params.rows >= 0 && params.hidden > 0 && params.top_k > 0 && params.capacity >= 0);
+  REDKNOT_SUPPORTED(params.hidden % kVector == 0 && params.top_k <= kMaxTopK && params.rows <= INT32_MAX);
+  if (params.rows == 0) return Status::kSuccess;
+  REDKNOT_VALID(params.inverse != nullptr && params.weights != nullptr && params.out != nullptr);
+  REDKNOT_VALID(params.capacity == 0 || params.y != nullptr);
+  REDKNOT_REQUIRE(aligned(params.y, 16) && aligned(params.out, 16), Status::kMisaligned);
+  combine_kernel<<<static_cast<unsigned>(params.rows), kThreads, 0, stream>>>(params);
+  REDKNOT_LAUNCHED();
+  return Status::kSuccess;
+}
+
+}  // namespace redknot

@@ -1,0 +1,16 @@
+#pragma once
+
+#include "common/export.h"
+#include "common/status.h"
+#include "kernels/moe/params.h"
+
+namespace redknot {
+
+REDKNOT_API Status moe_route_learned(RouteLearnedParams const& params, cudaStream_t stream);
+REDKNOT_API Status moe_route_hash(RouteHashParams const& params, cudaStream_t stream);
+REDKNOT_API size_t moe_permute_workspace(int64_t rows, int32_t top_k, int32_t experts);
+REDKNOT_API Status moe_permute(MoePermuteParams const& params, cudaStream_t stream);
+REDKNOT_API Status moe_activation(MoeActivationParams const& params, cudaStream_t stream);
+REDKNOT_API Status moe_combine(MoeCombineParams const& params, cudaStream_t stream);
+
+}  // namespace redknot

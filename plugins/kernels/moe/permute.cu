@@ -1,0 +1,167 @@
+// A stable counting sort of (row, slot) pairs by expert in three kernels, then the rows themselves. No atomics decide an
+// order: the same ids give the same permutation.
+
+#include <algorithm>
+
+#include "common/check.h"
+#include "common/vector.cuh"
+#include "kernels/moe/launch.h"
+
+namespace redknot {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kPairs = 4096;                 // pairs of one block
+constexpr int kWarpPairs = kPairs / kWarps;  // consecutive pairs of one warp
+constexpr int kMaxExperts = 1024;
+
+int64_t sort_blocks(int64_t rows, int64_t top_k) { return (rows * top_k + kPairs - 1) / kPairs; }
+
+__device__ __forceinline__ int local_expert(MoePermuteParams const& params, int64_t pair) {
+  if (pair >= params.rows * params.top_k) return -1;
+  int64_t const expert = params.ids[pair] - params.first;
+  return expert >= 0 && expert < params.experts ? static_cast<int>(expert) : -1;
+}
+
+// Pairs of each expert in one block: counts [blocks, experts].
+__global__ void __launch_bounds__(kThreads) count_kernel(MoePermuteParams const params) {
+  extern __shared__ int32_t counts[];
+  for (int expert = static_cast<int>(threadIdx.x); expert < params.experts; expert += kThreads) counts[expert] = 0;
+  __syncthreads();
+  int64_t const first = static_cast<int64_t>(blockIdx.x) * kPairs;
+  for (int offset = static_cast<int>(threadIdx.x); offset < kPairs; offset += kThreads) {
+    int const expert = local_expert(params, first + offset);
+    if (expert >= 0) atomicAdd(counts + expert, 1);
+  }
+  __syncthreads();
+  int32_t* const out = static_cast<int32_t*>(params.workspace) + static_cast<int64_t>(blockIdx.x) * params.experts;
+  for (int expert = static_cast<int>(threadIdx.x); expert < params.experts; expert += kThreads) {
+    out[expert] = counts[expert];
+  }
+}
+
+// Counts become the first permuted row of each (block, expert); ends of the experts. One block, a thread an expert.
+__global__ void __launch_bounds__(kMaxExperts) scan_kernel(MoePermuteParams const params, int64_t blocks) {
+  __shared__ int32_t sums[kMaxExperts / kWarp];
+  int const expert = static_cast<int>(threadIdx.x);
+  int const lane = expert % kWarp;
+  auto* const counts = static_cast<int32_t*>(params.workspace);
+  int32_t total = 0;
+  if (expert < params.experts) {
+    for (int64_t block = 0; block < blocks; ++block) total += counts[block * params.experts + expert];
+  }
+  int32_t running = total;
+#pragma unroll
+  for (int offset = 1; offset < kWarp; offset *= 2) {
+    int32_t const below = __shfl_up_sync(kAllLanes, running, offset);
+    if (lane >= offset) running += below;
+  }
+  if (lane == kWarp - 1) sums[expert / kWarp] = running;
+  __syncthreads();
+  for (int warp = 0; warp < expert / kWarp; ++warp) running += sums[warp];
+  if (expert >= params.experts) return;
+  params.ends[expert] = running;
+  int32_t next = running - total;
+  for (int64_t block = 0; block < blocks; ++block) {
+    int32_t const count = counts[block * params.experts + expert];
+    counts[block * params.experts + expert] = next;
+    next += count;
+  }
+}
+
+// Place of every pair: first row of its (block, expert), plus the pairs of that expert before it in the block.
+__global__ void __launch_bounds__(kThreads) place_kernel(MoePermuteParams const params) {
+  extern __shared__ int32_t next[];  // [warps, experts]
+  int const lane = static_cast<int>(threadIdx.x) % kWarp;
+  int const warp = static_cast<int>(threadIdx.x) / kWarp;
+  int const experts = params.experts;
+  for (int index = static_cast<int>(threadIdx.x); index < kWarps * experts; index += kThreads) next[index] = 0;
+  __syncthreads();
+  int64_t const first = static_cast<int64_t>(blockIdx.x) * kPairs + warp * kWarpPairs + lane;
+  for (int offset = 0; offset < kWarpPairs; offset += kWarp) {
+    int const expert = local_expert(params, first + offset);
+    if (expert >= 0) atomicAdd(next + warp * experts + expert, 1);
+  }
+  __syncthreads();
+  int32_t const* const bases =
+      static_cast<int32_t const*>(params.workspace) + static_cast<int64_t>(blockIdx.x) * experts;
+  for (int expert = static_cast<int>(threadIdx.x); expert < experts; expert += kThreads) {
+    int32_t running = bases[expert];
+    for (int other = 0; other < kWarps; ++other) {
+      int32_t const count = next[other * experts + expert];
+      next[other * experts + expert] = running;
+      running += count;
+    }
+  }
+  __syncthreads();
+  for (int offset = 0; offset < kWarpPairs; offset += kWarp) {
+    int64_t const pair = first + offset;
+    int const expert = local_expert(params, pair);
+    unsigned const same = __match_any_sync(kAllLanes, expert);
+    int const before = __popc(same & ((1U << lane) - 1U));
+    int32_t const base = expert >= 0 ? next[warp * experts + expert] : 0;
+    __syncwarp();
+    if (expert >= 0 && before == 0) next[warp * experts + expert] = base + __popc(same);
+    __syncwarp();
+    if (pair < params.rows * params.top_k) params.inverse[pair] = expert >= 0 ? base + before : -1;
+  }
+}
+
+// Every row of x is read once and written to each of its places.
+__global__ void __launch_bounds__(256) scatter_kernel(MoePermuteParams const params) {
+  int64_t const row = blockIdx.x;
+  int32_t const* const places = params.inverse + row * params.top_k;
+  bool wanted = false;
+  for (int slot = 0; slot < params.top_k; ++slot) wanted = wanted || __ldg(places + slot) >= 0;
+  if (!wanted) return;
+  auto const* source = static_cast<__nv_bfloat16 const*>(params.x) + row * params.hidden;
+  for (int channel = static_cast<int>(threadIdx.x) * kVector; channel < params.hidden; channel += 256 * kVector) {
+    uint4 const raw = load_once(source + channel);
+    for (int slot = 0; slot < params.top_k; ++slot) {
+      int64_t const place = __ldg(places + slot);
+      if (place < 0) continue;
+      auto* target = static_cast<__nv_bfloat16*>(params.permuted) + place * params.hidden + channel;
+      *reinterpret_cast<uint4*>(target) = raw;
+    }
+  }
+}
+
+}  // namespace
+
+size_t moe_permute_workspace(int64_t rows, int32_t top_k, int32_t experts) {
+  if (rows <= 0 || top_k <= 0 || experts <= 0) return 0;
+  return static_cast<size_t>(sort_blocks(rows, top_k)) * static_cast<size_t>(experts) * sizeof(int32_t);
+}
+
+Status moe_permute(MoePermuteParams const& params, cudaStream_t stream) {
+  REDKNOT_VALID(params.rows >= 0 && params.hidden > 0 && params.top_k > 0 && params.experts > 0);
+  REDKNOT_SUPPORTED(params.experts <= kMaxExperts && params.hidden % kVector == 0);
+  REDKNOT_SUPPORTED(params.rows <= INT32_MAX / params.top_k);
+  REDKNOT_VALID(params.ends != nullptr);
+  if (params.rows == 0) {
+    REDKNOT_CUDA(cudaMemsetAsync(params.ends, 0, sizeof(int32_t) * static_cast<size_t>(params.experts), stream));
+    return Status::kSuccess;
+  }
+  REDKNOT_VALID(params.x != nullptr && params.ids != nullptr && params.permuted != nullptr);
+  REDKNOT_VALID(params.inverse != nullptr && params.workspace != nullptr);
+  REDKNOT_REQUIRE(aligned(params.x, 16) && aligned(params.permuted, 16) && aligned(params.workspace, 4),
+                  Status::kMisaligned);
+  REDKNOT_REQUIRE(params.workspace_bytes >= moe_permute_workspace(params.rows, params.top_k, params.experts),
+                  Status::kWorkspaceTooSmall);
+  int64_t const blocks = sort_blocks(params.rows, params.top_k);
+  size_t const shared = sizeof(int32_t) * static_cast<size_t>(params.experts);
+  REDKNOT_CUDA(cudaFuncSetAttribute(place_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(kWarps * kMaxExperts * sizeof(int32_t))));
+  count_kernel<<<static_cast<unsigned>(blocks), kThreads, shared, stream>>>(params);
+  REDKNOT_LAUNCHED();
+  scan_kernel<<<1, kMaxExperts, 0, stream>>>(params, blocks);
+  REDKNOT_LAUNCHED();
+  place_kernel<<<static_cast<unsigned>(blocks), kThreads, kWarps * shared, stream>>>(params);
+  REDKNOT_LAUNCHED();
+  scatter_kernel<<<static_cast<unsigned>(params.rows), 256, 0, stream>>>(params);
+  REDKNOT_LAUNCHED();
+  return Status::kSuccess;
+}
+
+}  // namespace redknot

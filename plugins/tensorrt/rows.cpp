@@ -1,0 +1,24 @@
+#include "rows.h"
+
+#include "common/layout.h"
+#include "refusal.h"
+
+namespace redknot::trt {
+
+int64_t stored_row_bytes(RowFormat format, int64_t width, int64_t rope_dim) {
+  switch (format) {
+    case RowFormat::kBFloat16: return 2 * width;
+    case RowFormat::kPackedLatent: return packed_latent_bytes(width, rope_dim);
+    case RowFormat::kPackedRow: return packed_row_bytes(width);
+  }
+  throw Refusal("unknown row format");
+}
+
+TensorSpec stored_rows(char const* name, RowFormat format, Dim rows, int64_t width, int64_t rope_dim) {
+  if (format == RowFormat::kBFloat16) {
+    return tensor(name, kBFloat16, {rows, fixed(width)});
+  }
+  return tensor(name, kBytes, {rows, fixed(stored_row_bytes(format, width, rope_dim))});
+}
+
+}  // namespace redknot::trt

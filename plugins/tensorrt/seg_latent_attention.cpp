@@ -1,0 +1,135 @@
+#include "kernels/attention/seg_latent_attention.h"
+
+#include "kinds.h"
+#include "refusal.h"
+#include "rows.h"
+
+namespace redknot::trt {
+namespace {
+
+constexpr int64_t kSegmentColumns = 5;  // trt_redknot/ops/tables.py
+
+enum Input : size_t {
+  kQGlobal,
+  kQLocal,
+  kSegments,
+  kRowSegments,
+  kPositions,
+  kVisible,
+  kSinksGlobal,
+  kSinksLocal,
+  kRope,
+  kLatents,
+  kEntries,
+  kSelected
+};
+
+// q_global [R, global_heads, D], q_local [F, local_heads, D], the attention table, sinks, rope, latents [L, ...]
+// (, entries [E, ...]) (, selected [R, K]) -> out_global [R, global_heads, D], out_local [F, local_heads, D].
+class SegLatentAttention final : public Operator {
+ public:
+  explicit SegLatentAttention(Attributes const& attributes)
+      : global_heads_(attributes.integer("global_heads")),
+        local_heads_(attributes.integer("local_heads")),
+        window_(attributes.integer("window")),
+        has_entries_(attributes.flag("entries")),
+        has_selected_(attributes.flag("selected")),
+        packed_(attributes.flag("packed")) {
+    if (has_selected_ && !has_entries_) {
+      throw Refusal("field 'selected': expected 0 where 'entries' is 0, found 1");
+    }
+    if (global_heads_ + local_heads_ == 0) {
+      throw Refusal("fields 'global_heads' and 'local_heads': expected at least one head, found none");
+    }
+    RowFormat const format = packed_ ? RowFormat::kPackedLatent : RowFormat::kBFloat16;
+    auto const pool = [&](char const* name, char rows) {
+      TensorSpec spec = stored_rows(name, format, size_of(rows), kHeadDim, kRopeDim);
+      if (packed_) {
+        spec.types.push_back(kUnsignedBytes);
+      }
+      return spec;
+    };
+    std::vector<Dim> const global = {size_of('R'), fixed(global_heads_), fixed(kHeadDim)};
+    std::vector<Dim> const local = {size_of('F'), fixed(local_heads_), fixed(kHeadDim)};
+    contract_.inputs = {tensor("q_global", kBFloat16, global),
+                        tensor("q_local", kBFloat16, local),
+                        tensor("segments", kInt64, {size_of('S'), fixed(kSegmentColumns)}),
+                        tensor("row_segments", kInt64, {size_of('R'), fixed(2)}),
+                        tensor("positions", kInt64, {size_of('R')}),
+                        tensor("visible", kInt64, {size_of('R')}),
+                        tensor("sinks_global", kFloat, {fixed(global_heads_)}),
+                        tensor("sinks_local", kFloat, {fixed(local_heads_)}),
+                        rope_table(kRopeDim),
+                        pool("latents", 'L')};
+    if (has_entries_) {
+      contract_.inputs.push_back(pool("entries", 'E'));
+    }
+    if (has_selected_) {
+      contract_.inputs.push_back(tensor("selected", kInt64, {size_of('R'), size_of('K')}));
+    }
+    contract_.outputs = {tensor("out_global", kBFloat16, global), tensor("out_local", kBFloat16, local)};
+  }
+
+  Contract const& contract() const override { return contract_; }
+
+  void check(Bindings const& sizes) const override {
+    if (sizes['F'] > sizes['R']) {
+      throw Refusal("expected at most as many rows in 'q_local' as in 'q_global', found " + std::to_string(sizes['F']) +
+                    " and " + std::to_string(sizes['R']));
+    }
+    if (sizes['R'] > INT32_MAX || sizes['S'] > INT32_MAX || (has_selected_ && sizes['K'] > INT32_MAX)) {
+      throw Refusal("expected rows, segments and top-k below 2^31");
+    }
+  }
+
+  Status launch(Call const& call) const override {
+    SegLatentAttentionParams params{};
+    params.q_global = call.inputs[kQGlobal];
+    params.q_local = call.inputs[kQLocal];
+    params.out_global = call.outputs[0];
+    params.out_local = call.outputs[1];
+    params.sinks_global = call.input<float>(kSinksGlobal);
+    params.sinks_local = call.input<float>(kSinksLocal);
+    params.latents = call.inputs[kLatents];
+    params.entries = has_entries_ ? call.inputs[kEntries] : nullptr;
+    params.segments = call.input<int64_t>(kSegments);
+    params.row_segments = call.input<int64_t>(kRowSegments);
+    params.positions = call.input<int64_t>(kPositions);
+    params.visible = call.input<int64_t>(kVisible);
+    params.selected = has_selected_ ? call.input<int64_t>(kSelected) : nullptr;
+    params.rope = call.input<float>(kRope);
+    params.latent_rows = call.sizes['L'];
+    params.entry_rows = has_entries_ ? call.sizes['E'] : 0;
+    params.rope_positions = call.sizes['T'];
+    params.rows = static_cast<int32_t>(call.sizes['R']);
+    params.full_rows = static_cast<int32_t>(call.sizes['F']);
+    params.global_heads = static_cast<int32_t>(global_heads_);
+    params.local_heads = static_cast<int32_t>(local_heads_);
+    params.segment_count = static_cast<int32_t>(call.sizes['S']);
+    params.top_k = has_selected_ ? static_cast<int32_t>(call.sizes['K']) : 0;
+    params.window = static_cast<int32_t>(window_);
+    params.pool_dtype = packed_ ? Dtype::kPacked : Dtype::kBFloat16;
+    return seg_latent_attention(params, call.stream);
+  }
+
+ private:
+  int64_t global_heads_;
+  int64_t local_heads_;
+  int64_t window_;
+  bool has_entries_;
+  bool has_selected_;
+  bool packed_;
+  Contract contract_;
+};
+
+}  // namespace
+
+OperatorKind const& seg_latent_attention_kind() {
+  static FieldSpec const fields[] = {integer_field("global_heads", 0, 128), integer_field("local_heads", 0, 128),
+                                     integer_field("window", 1, 1 << 20),   integer_field("entries", 0, 1, 0),
+                                     integer_field("selected", 0, 1, 0),    integer_field("packed", 0, 1, 0)};
+  static OperatorKind const kind{"SegLatentAttention", fields, make_operator<SegLatentAttention>};
+  return kind;
+}
+
+}  // namespace redknot::trt

@@ -1,0 +1,89 @@
+#pragma once
+
+// What every torch adapter shares: reading tensors through torch's stable ABI and turning statuses into exceptions.
+// An adapter checks shapes and dtypes, fills one params struct, calls one launcher. Outputs are allocated by the caller.
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "common/dtype.h"
+#include "common/status.h"
+
+// A CPU build of torch lacks this symbol; the library loads there all the same, and no op of it can be called there.
+#pragma weak aoti_torch_get_current_cuda_stream
+
+namespace redknot::torch_ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline constexpr int64_t kAny = -1;
+
+inline std::string text(std::initializer_list<int64_t> shape) {
+  std::string out = "[";
+  for (int64_t size : shape) out += (out.size() > 1 ? ", " : "") + (size == kAny ? std::string("any") : std::to_string(size));
+  return out + "]";
+}
+
+// Refuses a tensor that is not a contiguous CUDA tensor of this dtype and shape (kAny: any size).
+inline void expect(Tensor const& tensor, char const* name, ScalarType dtype, std::initializer_list<int64_t> shape) {
+  STD_TORCH_CHECK(tensor.is_cuda(), name, ": expected a CUDA tensor");
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, name, ": expected dtype number ", static_cast<int>(dtype), ", found ",
+                  static_cast<int>(tensor.scalar_type()));
+  auto const sizes = tensor.sizes();
+  bool fits = sizes.size() == shape.size();
+  std::string found = "[";
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    found += (i > 0 ? ", " : "") + std::to_string(sizes[i]);
+    fits = fits && (shape.begin()[i] == kAny || shape.begin()[i] == sizes[i]);
+  }
+  STD_TORCH_CHECK(fits, name, ": expected shape ", text(shape), ", found ", found, "]");
+  STD_TORCH_CHECK(tensor.is_contiguous(), name, ": expected a contiguous tensor");
+}
+
+inline int32_t narrow(int64_t value, char const* name) {
+  STD_TORCH_CHECK(value >= 0 && value <= INT32_MAX, name, ": expected 0 to 2^31 - 1, found ", value);
+  return static_cast<int32_t>(value);
+}
+
+inline void require(Status status, char const* op) {
+  STD_TORCH_CHECK(status == Status::kSuccess, "redknot::", op, ": ", status_text(status));
+}
+
+// The stream torch would use for this tensor's device, which becomes the current device until the guard ends.
+class StreamGuard {
+ public:
+  explicit StreamGuard(Tensor const& tensor) : device_(tensor.get_device_index()) {
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch was built without CUDA");
+    void* stream = nullptr;
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == 0,
+                    "torch has no current CUDA stream");
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  torch::stable::accelerator::DeviceGuard device_;
+  cudaStream_t stream_ = nullptr;
+};
+
+template <typename T>
+T* pointer(Tensor const& tensor) {
+  return tensor.numel() == 0 ? nullptr : static_cast<T*>(tensor.data_ptr());
+}
+template <typename T>
+T* pointer(std::optional<Tensor> const& tensor) {
+  return tensor.has_value() ? pointer<T>(*tensor) : nullptr;
+}
+
+}  // namespace redknot::torch_ops

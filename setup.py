@@ -59,7 +59,9 @@ class BuildPlugins(Command):
             return
         reason = missing_tool()
         if reason is None:
-            self._compile(Path(self.build_lib or ROOT) if self._inside_build() else ROOT)
+            # Named on the command line, the libraries go beside the sources; inside a build, into the wheel.
+            named = "build_plugins" in self.distribution.commands
+            self._compile(ROOT if named else Path(self.build_lib or ROOT))
         elif setting == "on":
             raise SetupError(f"plugins cannot be built: {reason}")
         else:
@@ -75,9 +77,6 @@ class BuildPlugins(Command):
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}
-
-    def _inside_build(self) -> bool:
-        return bool(self.distribution.command_obj.get("build"))
 
     def _compile(self, target: Path) -> None:
         work = ROOT / "build" / "plugins"

@@ -25,6 +25,8 @@ EXPERTS = 8
 EXPERTS_PER_TOKEN = 6
 # Standard deviation of the logits: enough that the most likely tokens stand out, as in a trained network.
 LOGIT_SPREAD = 3.0
+# The same of the router's logits: rows then differ in how many experts carry most of the weight.
+ROUTER_SPREAD = 6.0
 
 
 def nano_config(tokenizer: PreTrainedTokenizerBase) -> DeepseekV4Config:
@@ -96,6 +98,8 @@ def _draw(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Te
         return normal(0.0, 1.0)
     if name == "lm_head.weight":
         return normal(0.0, LOGIT_SPREAD / math.sqrt(like.shape[1]))
+    if name.endswith("mlp.gate.weight"):
+        return normal(0.0, ROUTER_SPREAD / math.sqrt(like.shape[1]))
     if like.dim() == 1:
         return normal(1.0, 0.1)
     return normal(0.0, 1.0 / math.sqrt(like.shape[-1]))

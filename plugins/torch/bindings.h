@@ -4,6 +4,7 @@
 // An adapter checks shapes and dtypes, fills one params struct, calls one launcher. Outputs are allocated by the caller.
 
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -18,9 +19,6 @@
 
 #include "common/dtype.h"
 #include "common/status.h"
-
-// A CPU build of torch lacks this symbol; the library loads there all the same, and no op of it can be called there.
-#pragma weak aoti_torch_get_current_cuda_stream
 
 namespace redknot::torch_ops {
 
@@ -60,13 +58,25 @@ inline void require(Status status, char const* op) {
   STD_TORCH_CHECK(status == Status::kSuccess, "redknot::", op, ": ", status_text(status));
 }
 
+// torch's own lookup of the current stream. It lives in a library that a CPU build of torch lacks, so it is looked up in
+// the loaded libraries instead of linked: adapters load everywhere, and only calling an op needs a CUDA build.
+inline decltype(&aoti_torch_get_current_cuda_stream) stream_lookup() {
+  static auto const lookup = [] {
+    void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    void* const symbol = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
+    return reinterpret_cast<decltype(&aoti_torch_get_current_cuda_stream)>(symbol);
+  }();
+  return lookup;
+}
+
 // The stream torch would use for this tensor's device, which becomes the current device until the guard ends.
 class StreamGuard {
  public:
   explicit StreamGuard(Tensor const& tensor) : device_(tensor.get_device_index()) {
-    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch was built without CUDA");
+    auto const lookup = stream_lookup();
+    STD_TORCH_CHECK(lookup != nullptr, "this torch was built without CUDA");
     void* stream = nullptr;
-    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == 0,
+    STD_TORCH_CHECK(lookup(tensor.get_device_index(), &stream) == 0,
                     "torch has no current CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
   }

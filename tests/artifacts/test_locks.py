@@ -113,24 +113,30 @@ def test_a_lease_ends_with_its_process(tmp_path: Path) -> None:
     assert len(store.rm(artifact_id)) == 1
 
 
+def one_step(store: ArtifactStore, step: int) -> None:
+    number = step % 4
+    artifact_id = store.artifact_id([number] * 20, identity())
+    if step % 3 == 0:
+        build_artifact(store, [number] * 20, LOCAL, rebuild=step % 2 == 0)
+    elif step % 7 == 0:
+        store.rm(artifact_id)
+    else:
+        with store.open(artifact_id, rank=0) as lease:
+            assert lease.tokens().tolist() == [number] * 20
+            lease.verify()
+
+
 def read_and_write(root: Path, seed: int) -> None:
     """Opens, rebuilds, removes and evicts in one store until done; what it opens must be whole."""
     store = ArtifactStore(root, capacity_bytes=200_000)
-    for step in range(15):
-        number = (seed * 7 + step) % 4
-        artifact_id = store.artifact_id([number] * 20, identity())
+    refusals = []
+    for step in range(seed, seed + 15):
         try:
-            if (seed + step) % 3 == 0:
-                build_artifact(store, [number] * 20, LOCAL, rebuild=step % 2 == 0)
-            elif (seed + step) % 7 == 0:
-                store.rm(artifact_id)
-            else:
-                with store.open(artifact_id, rank=0) as lease:
-                    assert lease.tokens().tolist() == [number] * 20
-                    lease.verify()
+            one_step(store, step)
         except StoreError as error:
-            expected = ("no artifact", "in use", "no room", "generation")
-            assert any(text in str(error) for text in expected), error
+            refusals.append(str(error))
+    harmless = ("no artifact", "in use", "no room")
+    assert all(any(text in refusal for text in harmless) for refusal in refusals), refusals
 
 
 def test_readers_builders_and_removers_never_tear_an_artifact(tmp_path: Path) -> None:

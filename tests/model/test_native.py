@@ -26,7 +26,7 @@ def random_tokens(count: int, vocab: int = 97) -> list[int]:
 
 def test_first_logits_at_every_length(tmp_path: Path) -> None:
     """Lengths 1 to 300: every residue mod 4 and mod the HCA ratio, both sides of multiples of 128, window borders."""
-    model, engine = open_network(tmp_path, NetworkOptions(kinds="schc", hca=32, topk=6, seed=random.randrange(2**31)))
+    model, engine = open_network(tmp_path, NetworkOptions(kinds="shc", hca=32, topk=6, seed=random.randrange(2**31)))
     tokens = random_tokens(300)
     native = native_logits(model, tokens)
     worst = {n: (first_logits(engine, tokens[:n]) - native[n - 1]).abs().max().item() for n in range(1, 301)}

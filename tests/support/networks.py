@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.checkpoint import Checkpoint
 from trt_redknot.collectives import LocalCollectives
 from trt_redknot.config.parse import load_geometry
@@ -137,3 +138,8 @@ def native_logits(model: DeepseekV4ForCausalLM, tokens: list[int]) -> torch.Tens
     """fp32 [len(tokens), V] of transformers, without a cache."""
     result: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     return result
+
+
+def fp64(**options: int) -> BuildOptions:
+    """An engine in which rounding decides no near tie of a router or of the Indexer, so that equal means equal."""
+    return BuildOptions(**{"chunk_rows": 48, **options}, dtype="float64", artifact_format=ArtifactFormat.FLOAT64)

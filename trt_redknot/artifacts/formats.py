@@ -20,24 +20,30 @@ from trt_redknot.ops.reference.packing import (
 
 
 class ArtifactFormat(StrEnum):
-    """FLOAT32 and BFLOAT16 are exact for engines of that dtype; FP8 packs latents, indexer keys and Local."""
+    """FLOAT64, FLOAT32 and BFLOAT16 are exact for engines of that dtype; FP8 packs latents, indexer keys and Local."""
 
+    FLOAT64 = "float64"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FP8 = "fp8"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensors that are not packed and not always fp32."""
-        return torch.float32 if self is ArtifactFormat.FLOAT32 else torch.bfloat16
+        """Of the tensors that are not packed and not always wide."""
+        return {
+            ArtifactFormat.FLOAT64: torch.float64,
+            ArtifactFormat.FLOAT32: torch.float32,
+            ArtifactFormat.BFLOAT16: torch.bfloat16,
+            ArtifactFormat.FP8: torch.bfloat16,
+        }[self]
 
     @classmethod
     def exact_for(cls, dtype: torch.dtype) -> ArtifactFormat:
-        """The format that keeps every bit of an engine that computes in `dtype` (fp32 or bf16)."""
-        return {torch.float32: cls.FLOAT32, torch.bfloat16: cls.BFLOAT16}[dtype]
+        """The format that keeps every bit of an engine that computes in `dtype`."""
+        return {torch.float64: cls.FLOAT64, torch.float32: cls.FLOAT32, torch.bfloat16: cls.BFLOAT16}[dtype]
 
 
-_ALWAYS_FP32 = frozenset({Part.BOUNDARY, Part.SALIENCE})
+_ALWAYS_WIDE = frozenset({Part.BOUNDARY, Part.SALIENCE})
 _LATENT_LIKE = frozenset({Part.LATENTS, Part.ENTRIES})
 _ROW_LIKE = frozenset({Part.INDEX_KEYS, Part.LOCAL})
 
@@ -66,8 +72,8 @@ class TensorCodec:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        if self.part in _ALWAYS_FP32:
-            return torch.float32
+        if self.part in _ALWAYS_WIDE:
+            return torch.float64 if self.format is ArtifactFormat.FLOAT64 else torch.float32
         return torch.uint8 if self.packed else self.format.dtype
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ MAX_HEADER_BYTES = 1 << 20
 _ALIGNMENT = 8
 _LENGTH_BYTES = 8
 _NAMES = {
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.uint8: "U8",

@@ -42,10 +42,14 @@ def dequantize_fp8(
         fp32 [rows, columns].
     """
     rows, columns = codes.shape
-    down = (torch.arange(first_row, first_row + rows) // FP8_BLOCK) - first_row // FP8_BLOCK
     across = (torch.arange(first_column, first_column + columns) // FP8_BLOCK) - first_column // FP8_BLOCK
-    by_row = scales.to(torch.float32)[:, across]
-    return codes.to(torch.float32).mul_(by_row[down])
+    factors = scales.to(torch.float32)[:, across]
+    weights = codes.to(torch.float32)
+    # Block row by block row, so that no scale matrix as large as the weights is built.
+    top = first_row % FP8_BLOCK
+    for block in range(-(-(top + rows) // FP8_BLOCK)):
+        weights[max(block * FP8_BLOCK - top, 0) : (block + 1) * FP8_BLOCK - top].mul_(factors[block])
+    return weights
 
 
 def dequantize_fp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -59,10 +63,11 @@ def dequantize_fp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         fp32 [rows, columns].
     """
     rows, half = codes.shape
-    # Both codes of a byte at once: one gather instead of two and an interleaving copy.
+    # Both codes of a byte at once, as one 8-byte item: several times faster than gathering and interleaving them.
     values = fp4_values()
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
-    weights = pairs[codes.view(torch.uint8).to(torch.int32)].reshape(rows, 2 * half)
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1).view(torch.float64).flatten()
+    indices = codes.view(torch.uint8).to(torch.int32).flatten()
+    weights = pairs.index_select(0, indices).view(torch.float32).view(rows, 2 * half)
     full, rest = divmod(2 * half, FP4_BLOCK)
     factors = scales.to(torch.float32)
     weights[:, : full * FP4_BLOCK].view(rows, full, FP4_BLOCK).mul_(factors[:, :full, None])

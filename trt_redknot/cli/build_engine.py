@@ -43,8 +43,9 @@ Examples:
     @click.option("--profile", default="auto", show_default=True, help="Split profile: auto, flash, pro or a JSON file.")
     @click.option("--tp", type=click.IntRange(1), help="Ranks of the engine. Left out: the ranks of this MPI job.")
     @click.option("--backend", type=click.Choice(["torch", "tensorrt"]), default="torch", show_default=True)
-    @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True,
-                  help="What the ranks compute in; FP8 and FP4 checkpoints are dequantised to it.")
+    @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float64"]), default="float32",
+                  show_default=True, help="What the ranks compute in; FP8 and FP4 checkpoints are dequantised to it. "
+                  "float64 is for verification.")
     @click.option("--artifact-format", type=click.Choice(["auto", *_FORMATS]), default="auto", show_default=True,
                   help="How artifacts are stored; auto keeps the engine's dtype, which is exact.")
     @click.option("--max-length", type=click.IntRange(2), help="Most tokens of a request. Left out: the checkpoint's.")
@@ -83,7 +84,7 @@ Examples:
             )  # fmt: skip
         opened = Checkpoint.open(checkpoint, geometry)
         options = BuildOptions(
-            dtype=cast('Literal["float32", "bfloat16"]', dtype), artifact_format=form, max_length=max_length,
+            dtype=cast('Literal["float64", "float32", "bfloat16"]', dtype), artifact_format=form, max_length=max_length,
             chunk_rows=chunk_rows,
         )  # fmt: skip
         with out.progress(f"building {output}", geometry.layers + 1) as advance:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 INTERRUPTED = 130
-# How long a rank that failed waits for the others to end before it takes the whole job down.
-_GRACE_S = 10.0
+GRACE_S = 10.0
 _POLL_S = 0.01
 
 
@@ -34,7 +33,9 @@ class _Outcome:
     derived: bool = False
 
 
-def run_command(command: Callable[[], int | None], comm: Intracomm | None = None) -> NoReturn:
+def run_command(
+    command: Callable[[], int | None], comm: Intracomm | None = None, *, grace_s: float = GRACE_S
+) -> NoReturn:
     """Run `command` and leave the process with its exit status (None is 0).
 
     A :class:`RedKnotError` becomes one line ``error: ...`` on stderr and the error's `exit_code`; a usage error of
@@ -44,15 +45,18 @@ def run_command(command: Callable[[], int | None], comm: Intracomm | None = None
     With a communicator every rank must call this. Standard output belongs to rank 0. When the ranks fail together the
     error is printed once and all leave with the same status; when one fails alone it prints its error and aborts the
     job, so that the others, which may wait for it in a collective, do not hang.
+
+    Args:
+        grace_s: seconds that a rank that failed waits for the others to end before it takes the whole job down.
     """
     if comm is None or comm.Get_size() == 1:
         outcome = _attempt(command)
         _print_error(outcome.message)
         sys.exit(outcome.code)
-    _run_rank(command, comm)
+    _run_rank(command, comm, grace_s)
 
 
-def _run_rank(command: Callable[[], int | None], comm: Intracomm) -> NoReturn:
+def _run_rank(command: Callable[[], int | None], comm: Intracomm, grace_s: float) -> NoReturn:
     from mpi4py import MPI
     from mpi4py.run import set_abort_status
 
@@ -67,7 +71,7 @@ def _run_rank(command: Callable[[], int | None], comm: Intracomm) -> NoReturn:
         raise
     codes = np.empty(control.Get_size(), dtype=np.int32)
     agreed = control.Iallgather(np.array([outcome.code], dtype=np.int32), codes)
-    deadline = time.monotonic() + _GRACE_S if outcome.code else float("inf")
+    deadline = time.monotonic() + grace_s if outcome.code else float("inf")
     while not agreed.Test():
         if time.monotonic() > deadline:
             _print_error(f"{outcome.message.rstrip()} (rank {control.Get_rank()}, the other ranks are stopped)")

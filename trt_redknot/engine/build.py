@@ -49,7 +49,7 @@ class BuildOptions:
         chunk_rows: rows that go through a stage together.
     """
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     artifact_format: ArtifactFormat = ArtifactFormat.FLOAT32
     max_length: int | None = None
     chunk_rows: int = 4096
@@ -126,7 +126,8 @@ def _write_rank(
     progress: Callable[[int], None],
 ) -> EngineRank:
     geometry, rank, size = checkpoint.geometry, collectives.rank, collectives.size
-    dtype = DTYPES[options.dtype]
+    # Checkpoints hold nothing wider than float32: a float64 engine widens what it loads.
+    dtype = torch.float32 if options.dtype == "float64" else DTYPES[options.dtype]
     folder = staging / f"rank-{rank:04d}"
     folder.mkdir()
     first_group = geometry.output_groups // size * rank
@@ -134,11 +135,18 @@ def _write_rank(
     for layer in range(geometry.layers):
         tensors = checkpoint.load_layer(layer, rank, size, dtype)
         tensors = split_heads(tensors, geometry, profile, layer, first_group)
-        files.append(_write(staging, folder / f"layer-{layer:04d}.safetensors", tensors))
+        files.append(_write(staging, folder / f"layer-{layer:04d}.safetensors", _widened(tensors, options)))
         progress(layer + 1)
-    files.append(_write(staging, folder / "shared.safetensors", checkpoint.load_shared(rank, size, dtype)))
+    shared = _widened(checkpoint.load_shared(rank, size, dtype), options)
+    files.append(_write(staging, folder / "shared.safetensors", shared))
     progress(geometry.layers + 1)
     return EngineRank(rank=rank, files=tuple(files))
+
+
+def _widened(tensors: dict[str, torch.Tensor], options: BuildOptions) -> dict[str, torch.Tensor]:
+    if options.dtype != "float64":
+        return tensors
+    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 def _write(root: Path, path: Path, tensors: dict[str, torch.Tensor]) -> EngineFile:

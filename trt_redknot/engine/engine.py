@@ -59,7 +59,7 @@ class Engine:
         )  # fmt: skip
         device = torch.device("cpu")
         ops = ReferenceOps(collectives)
-        self._ropes = RopeTables(geometry, device)
+        self._ropes = RopeTables(geometry, manifest.torch_dtype, device)
         experts = even_split(geometry.experts, collectives.size)[collectives.rank]
         self._context = RankContext(
             geometry=geometry,

@@ -20,7 +20,8 @@ MANIFEST = "engine.json"
 FORMAT_VERSION = 1
 _MANIFEST_LIMIT = 64 * 2**20
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# float64 is for verification: rounding then decides no near tie of a router or of the Indexer.
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class _Strict(BaseModel):
@@ -60,7 +61,7 @@ class EngineManifest(_Strict):
     profile: SplitProfile
     profile_digest: str
     checkpoint_fingerprint: str
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Literal["float64", "float32", "bfloat16"]
     artifact_format: ArtifactFormat
     tp_size: int = Field(ge=1)
     max_length: int = Field(ge=1)

@@ -8,16 +8,17 @@ import torch
 
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry
 from trt_redknot.config.rope import inverse_frequencies
-from trt_redknot.ops.reference.numerics import rope_table
+from trt_redknot.ops.reference.numerics import rope_table, wide
 
 _FIRST_POSITIONS = 4096
 
 
 class RopeTables(Mapping[AttentionKind, torch.Tensor]):
-    """Tables fp32 [positions, P / 2, 2] by attention kind."""
+    """Tables [positions, P / 2, 2] by attention kind, in the dtype that sums are kept in."""
 
-    def __init__(self, geometry: ModelGeometry, device: torch.device) -> None:
+    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> None:
         self._geometry = geometry
+        self._dtype = wide(dtype)
         self._device = device
         self._tables: dict[AttentionKind, torch.Tensor] = {}
         self._positions = 0
@@ -31,7 +32,7 @@ class RopeTables(Mapping[AttentionKind, torch.Tensor]):
         for kind in AttentionKind:
             rope = self._geometry.rope_sliding if kind is AttentionKind.SLIDING else self._geometry.rope_compressed
             table = rope_table(
-                inverse_frequencies(rope), self._positions, factor=rope.attention_factor, dtype=torch.float32
+                inverse_frequencies(rope), self._positions, factor=rope.attention_factor, dtype=self._dtype
             )
             self._tables[kind] = table.to(self._device)
 

@@ -18,7 +18,7 @@ from trt_redknot.errors import RedKnotError
 from trt_redknot.reports.compare import common_prefix, kl_divergence
 from trt_redknot.reports.layermap import layer_bars, zone_spans
 from trt_redknot.reports.report import Ledger
-from trt_redknot.reports.rowmap import CLASS_NAMES, class_codes, reason_counts, row_map, segment_names
+from trt_redknot.reports.rowmap import CLASS_NAMES, PARTS, class_codes, reason_counts, row_map, segment_names
 from trt_redknot.reports.tables import admission_text
 from trt_redknot.request.rows import RowPlan
 
@@ -95,6 +95,8 @@ def render_page(page: PageInput) -> str:
         kl=kl_divergence(page.recompute.first_logits, page.reuse.first_logits),
         same_tokens=common_prefix(page.reuse.tokens, page.recompute.tokens),
         map=rows,
+        map_parts=PARTS,
+        class_names=CLASS_NAMES,
         segments=_segments(plan, page.names),
         classes=_class_counts(plan),
         reasons=reason_counts(plan),

@@ -12,7 +12,9 @@ from trt_redknot.request.rows import RowPlan
 from trt_redknot.request.segments import Protection, RowClass, Segment, SegmentKind
 
 # A page of more cells is slow to open and no screen resolves them; longer requests put several rows into a cell.
-MOST_CELLS = 16384
+MOST_CELLS = 8192
+# A cell of several rows is a column of this many parts, shared among the classes of its rows.
+PARTS = 8
 _WINDOW = 4
 _LINES = 16
 _LINE_STEP = 64
@@ -40,7 +42,9 @@ class Run:
         line: index of the line.
         first_cell, cells: extent inside the line, in cells.
         start, stop: rows of the request.
-        name: one of `CLASS_NAMES`.
+        name: one of `CLASS_NAMES`, the most frequent one of the run.
+        parts: how many of a cell's `PARTS` show each class, in the order of `CLASS_NAMES`; every class that occurs
+            has at least one.
         reasons: why the rows are protected, in words; empty for other classes.
         segment: index of the segment.
     """
@@ -51,6 +55,7 @@ class Run:
     start: int
     stop: int
     name: str
+    parts: tuple[int, ...]
     reasons: tuple[str, ...]
     segment: int
 
@@ -71,7 +76,7 @@ class RowMap:
     """A drawn request.
 
     Attributes:
-        rows_per_cell: rows that one cell stands for; a cell of several shows their most frequent class.
+        rows_per_cell: rows that one cell stands for.
         cells_per_line: cells of a full line.
     """
 
@@ -171,7 +176,7 @@ def _runs(
     for cell in range(1, len(looks) + 1):
         if cell < len(looks) and looks[cell] == looks[first]:
             continue
-        code, flags = looks[first]
+        parts, flags = looks[first]
         runs.append(
             Run(
                 line=line,
@@ -179,7 +184,8 @@ def _runs(
                 cells=cell - first,
                 start=borders[first],
                 stop=borders[cell] if cell < len(borders) else stop,
-                name=CLASS_NAMES[code],
+                name=CLASS_NAMES[int(np.argmax(parts))],
+                parts=parts,
                 reasons=reason_words(flags),
                 segment=segment.index,
             )
@@ -188,10 +194,14 @@ def _runs(
     return runs
 
 
-def _look(codes: NDArray[np.uint8], protections: NDArray[np.uint8], start: int, stop: int) -> tuple[int, int]:
-    code = int(np.bincount(codes[start:stop], minlength=len(CLASS_NAMES)).argmax())
-    flags = int(np.bitwise_or.reduce(protections[start:stop])) if code == RowClass.PROTECTED else 0
-    return code, flags
+def _look(
+    codes: NDArray[np.uint8], protections: NDArray[np.uint8], start: int, stop: int
+) -> tuple[tuple[int, ...], int]:
+    counts = np.bincount(codes[start:stop], minlength=len(CLASS_NAMES))
+    parts = np.where(counts > 0, np.maximum(1, counts * PARTS // (stop - start)), 0)
+    # What rounding gave or took is settled with the most frequent class, which has the most to give.
+    parts[counts.argmax()] += PARTS - parts.sum()
+    return tuple(int(part) for part in parts), int(np.bitwise_or.reduce(protections[start:stop]))
 
 
 def segment_names(segments: Sequence[Segment], names: Sequence[str] | None) -> list[str]:

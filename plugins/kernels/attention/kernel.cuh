@@ -1,10 +1,10 @@
 #pragma once
 
-// One block, W warps, one unit of up to 8 W columns (a column is a head of a row). Keys are the M dimension of every
+// One block, W warps, one unit of up to 8 N columns (a column is a head of a row). Keys are the M dimension of every
 // matrix product and columns the N dimension, so 8 columns waste nothing. Warp w owns channels [512 w / W, 512 (w + 1) / W):
 // it keeps its slice of q in registers, computes its part of every score, and accumulates its slice of the output.
-// With W > 1 the parts of the scores meet in shared memory, warp w turns those of columns 8 w .. 8 w + 7 into probabilities,
-// and all warps read them back.
+// The parts of the scores meet in shared memory. With N < W every warp turns all of them into probabilities, which costs
+// some arithmetic and saves a barrier; with N = W warp w does so for columns 8 w .. 8 w + 7 and all warps read them back.
 //
 // Fragments of mma.m16n8k16: g = lane / 4, t = lane % 4. Score fragments hold keys g, g + 8 and columns 2t, 2t + 1.
 // Packed latents are multiplied as they are: e4m3 codes become fp16 exactly, block scales multiply 64-channel parts of the
@@ -24,31 +24,35 @@ inline constexpr int kScaleHeadroom = 10;
 // A new largest exponent is set this much higher than seen, so that it rarely moves again.
 inline constexpr int kScaleSlack = 3;
 
-template <int kWarps_, bool kPacked_>
+template <int kTiles_, bool kPacked_>
 struct Traits {
-  static constexpr int kWarps = kWarps_;
+  static constexpr int kWarps = 4;
+  static constexpr int kTiles = kTiles_;  // tiles of 8 columns
   static constexpr bool kPacked = kPacked_;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kColumns = 8 * kWarps;
-  static constexpr int kParts = kWarps == 1 || (!kPacked && kWarps == 2) ? 1 : 2;  // 16-key parts of a tile
+  static constexpr int kColumns = 8 * kTiles;
+  static constexpr bool kSplit = kTiles == kWarps;           // each warp owns the softmax of one tile
+  static constexpr int kOwned = kSplit ? 1 : kTiles;         // tiles whose softmax a warp computes
+  static constexpr int kBlocksPerSm = kTiles == 1 ? 4 : kTiles == 2 ? 3 : 2;
+  static constexpr int kParts = !kPacked && kTiles < 4 ? 1 : 2;  // 16-key parts of a tile of keys
   static constexpr int kKeys = 16 * kParts;
-  static constexpr int kStages = kPacked && kWarps == 4 ? 3 : 2;
+  static constexpr int kStages = kPacked && kTiles == 4 ? 3 : 2;
   static constexpr int kChunks = kBlocks / kWarps;  // 64-channel blocks of a warp
   static constexpr int kRowBytes = kPacked ? kPackedLatentBytes : 2 * kHeadDim;
   static constexpr int kStride = kPacked ? 592 : 1040;  // odd multiples of 16: ldmatrix without bank conflicts
   static constexpr int kLaneScales = kChunks > 1 ? kChunks / 2 : 1;
+  static_assert(kTiles == 1 || kTiles == 2 || kSplit);
 };
 
 template <typename T>
 struct Shared {
-  static constexpr bool kShares = T::kWarps > 1;
   alignas(16) uint8_t tiles[T::kStages][T::kKeys * T::kStride];
-  float4 rope_sum[T::kWarps][4][32];  // rope channels summed over finished segments, in the rows' common frame
-  float4 partial[kShares ? T::kWarps : 1][T::kParts][T::kWarps][kShares ? 32 : 1];
-  uint4 probabilities[kShares ? T::kWarps : 1][T::kParts][kShares ? 32 : 1];
+  float4 rope_sum[T::kTiles][4][32];  // rope channels summed over finished segments, in the rows' common frame
+  float4 partial[T::kTiles][T::kParts][T::kWarps][32];
+  uint4 probabilities[T::kSplit ? T::kTiles : 1][T::kParts][T::kSplit ? 32 : 1];
   __half scales[T::kWarps][T::kPacked ? T::kChunks * T::kKeys : 8];
-  float2 alpha[T::kWarps][4];
-  float2 peak[T::kWarps][4];
+  float2 alpha[T::kSplit ? T::kTiles : 1][4];
+  float2 peak[T::kSplit ? T::kTiles : 1][4];
   RunTable table;
   int32_t row_position[kMaxUnitRows];
   int32_t list[kMaxSelected];
@@ -59,7 +63,7 @@ class Worker {
  public:
   __device__ Worker(Launch const& launch, Shared<T>& shared)
       : op_(launch.op), shared_(shared), unit_(unit_of(launch, blockIdx.x)), lane_(threadIdx.x % 32),
-        warp_(T::kWarps == 1 ? 0 : threadIdx.x / 32), g_(lane_ / 4), t_(lane_ % 4) {}
+        warp_(threadIdx.x / 32), g_(lane_ / 4), t_(lane_ % 4) {}
 
   __device__ __forceinline__ void run() {
     start();
@@ -67,11 +71,10 @@ class Worker {
       Group const group = group_at(begin);
       enter(group);
       for (int next = group.first_segment; next < group.last_segment;) {
-        if (warp_ == 0) build_runs(shared_.table, shared_.list, op_, group, unit_.row, next, lane_);
-        sync();
+        build_runs<T::kWarps>(shared_.table, shared_.list, op_, group, unit_.row, next, warp_, lane_);
         walk();
         next = shared_.table.next_segment;
-        sync();
+        __syncthreads();
       }
       begin = group.end;
     }
@@ -81,7 +84,9 @@ class Worker {
 
  private:
   static constexpr int kW = T::kWarps;
+  static constexpr int kN = T::kTiles;
   static constexpr int kC = T::kChunks;
+  static constexpr int kO = T::kOwned;
 
   SegLatentAttentionParams const& op_;
   Shared<T>& shared_;
@@ -89,26 +94,19 @@ class Worker {
   int const lane_, warp_, g_, t_;
 
   int position_, visible_, first_segment_, last_segment_;  // of row `lane` of the unit
-  Group group_;
-  int row_[2];                                    // rows of this thread's softmax columns, -1 for none
-  int window_low_[2], window_high_[2], entry_high_[2];  // keys those columns see
-  uint32_t q_[kC][4][kW][2];
-  float o_[kC][4][kW][4];
-  float peak_[2], sum_[2];                        // log2 units; sums of this thread's keys
-  float rope_peak_[kW][2];                        // what rope_sum is relative to
+  Group group_;                                   // rows that share the keys being read
+  uint32_t q_[kC][4][kN][2];
+  float o_[kC][4][kN][4];
+  float peak_[kO][2], sum_[kO][2];                // log2 units; sums of this thread's keys
+  float rope_peak_[kN][2];                        // what rope_sum is relative to
   int largest_[T::kLaneScales];                   // biased exponents, of the chunks this lane looks after
   int frame_ = 0;                                 // origin of the segment the rope channels are in
   bool in_segment_ = false;
 
-  __device__ __forceinline__ void sync() const {
-    if constexpr (kW == 1) {
-      __syncwarp();
-    } else {
-      __syncthreads();
-    }
-  }
-  __device__ __forceinline__ bool rope_warp() const { return kW == 1 || warp_ == kW - 1; }
+  __device__ __forceinline__ bool rope_warp() const { return warp_ == kW - 1; }
   __device__ __forceinline__ bool is_rope(int chunk) const { return chunk == kC - 1 && rope_warp(); }
+  // The tile of columns whose softmax is the warp's i-th.
+  __device__ __forceinline__ int owned(int i) const { return T::kSplit ? warp_ : i; }
   // Chunks that hold bf16 channels: all of a bf16 pool, the rope channels of a packed one.
   __device__ __forceinline__ bool is_wide(int chunk) const { return !T::kPacked || is_rope(chunk); }
   __device__ __forceinline__ int chunk_bytes(int chunk) const {
@@ -144,11 +142,11 @@ class Worker {
   __device__ __forceinline__ void rotate_queries();
   __device__ __forceinline__ void fold();
   __device__ __forceinline__ void attend(Run const& run, int offset, uint32_t tile);
-  __device__ __forceinline__ void score(uint32_t tile, int part, float (&s)[kW][4]) const;
-  __device__ __forceinline__ void mask(Run const& run, int offset, float (&s)[T::kParts][4]) const;
+  __device__ __forceinline__ void score(uint32_t tile, int part, float (&s)[kN][4]) const;
+  __device__ __forceinline__ void mask(Run const& run, int offset, float (&s)[kO][T::kParts][4]) const;
   __device__ __forceinline__ void read_scales(uint32_t tile);
-  __device__ __forceinline__ void accumulate(uint32_t tile, int part, uint32_t const (&p16)[kW][2],
-                                             uint32_t const (&pb16)[kW][2]);
+  __device__ __forceinline__ void accumulate(uint32_t tile, int part, uint32_t const (&p16)[kN][2],
+                                             uint32_t const (&pb16)[kN][2]);
   __device__ __forceinline__ void finish();
 };
 
@@ -156,15 +154,15 @@ template <typename T>
 __device__ __forceinline__ void Worker<T>::start() {
   bool const mine = lane_ < unit_.rows;
   int64_t const row = unit_.row + (mine ? lane_ : 0);
-  position_ = narrow(op_.positions[row]);
-  visible_ = narrow(op_.visible[row]);
-  first_segment_ = static_cast<int>(max(int64_t{0}, op_.row_segments[2 * row]));
-  last_segment_ = static_cast<int>(min(int64_t{op_.segment_count}, op_.row_segments[2 * row + 1]));
+  position_ = narrow(__ldg(op_.positions + row));
+  visible_ = narrow(__ldg(op_.visible + row));
+  first_segment_ = static_cast<int>(max(int64_t{0}, __ldg(op_.row_segments + 2 * row)));
+  last_segment_ = static_cast<int>(min(int64_t{op_.segment_count}, __ldg(op_.row_segments + 2 * row + 1)));
   if (warp_ == 0 && mine) shared_.row_position[lane_] = position_;
 #pragma unroll
   for (int c = 0; c < kC; ++c) {
 #pragma unroll
-    for (int n = 0; n < kW; ++n) {
+    for (int n = 0; n < kN; ++n) {
       auto const* q = column_pointer(8 * n + g_, static_cast<__nv_bfloat16 const*>(op_.q_global),
                                      static_cast<__nv_bfloat16 const*>(op_.q_local));
 #pragma unroll
@@ -173,13 +171,13 @@ __device__ __forceinline__ void Worker<T>::start() {
         if (q != nullptr && !is_rope(c)) {
           __nv_bfloat16 const* at = q + (warp_ * kC + c) * kBlockChannels + 16 * j;
           if constexpr (T::kPacked) {
-            uint2 const four = *reinterpret_cast<uint2 const*>(at + 4 * t_);
+            uint2 const four = __ldg(reinterpret_cast<uint2 const*>(at + 4 * t_));
             float2 const x = ptx::unpack_bf16(four.x), y = ptx::unpack_bf16(four.y);
             low = ptx::pack_f16(x.x, x.y);
             high = ptx::pack_f16(y.x, y.y);
           } else {
-            low = *reinterpret_cast<uint32_t const*>(at + 2 * t_);
-            high = *reinterpret_cast<uint32_t const*>(at + 8 + 2 * t_);
+            low = __ldg(reinterpret_cast<uint32_t const*>(at + 2 * t_));
+            high = __ldg(reinterpret_cast<uint32_t const*>(at + 8 + 2 * t_));
           }
         }
         q_[c][j][n][0] = low;
@@ -190,18 +188,21 @@ __device__ __forceinline__ void Worker<T>::start() {
     }
   }
 #pragma unroll
-  for (int n = 0; n < kW; ++n) {
+  for (int n = 0; n < kN; ++n) {
     rope_peak_[n][0] = rope_peak_[n][1] = kNone;
     if (rope_warp()) {
 #pragma unroll
       for (int m = 0; m < 4; ++m) shared_.rope_sum[n][m][lane_] = {0, 0, 0, 0};
     }
   }
-  peak_[0] = peak_[1] = kNone;
-  sum_[0] = sum_[1] = 0;
+#pragma unroll
+  for (int o = 0; o < kO; ++o) {
+    peak_[o][0] = peak_[o][1] = kNone;
+    sum_[o][0] = sum_[o][1] = 0;
+  }
 #pragma unroll
   for (int i = 0; i < T::kLaneScales; ++i) largest_[i] = 0;
-  sync();
+  __syncthreads();
 }
 
 template <typename T>
@@ -225,15 +226,6 @@ __device__ __forceinline__ Group Worker<T>::group_at(int begin) const {
 template <typename T>
 __device__ __forceinline__ void Worker<T>::enter(Group const& group) {
   group_ = group;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    int const row = row_of(8 * warp_ + 2 * t_ + i);
-    bool const inside = row >= group.begin && row < group.end;
-    int const position = __shfl_sync(~0u, position_, max(row, 0)), visible = __shfl_sync(~0u, visible_, max(row, 0));
-    window_low_[i] = position - op_.window + 1;
-    window_high_[i] = inside ? position + 1 : INT32_MIN;
-    entry_high_[i] = inside ? visible : INT32_MIN;
-  }
   if (warp_ == 0) build_windows(shared_.table, group, position_, op_.window, lane_);
 }
 
@@ -256,10 +248,19 @@ __device__ __forceinline__ void Worker<T>::load(int& run_index, int& offset, int
       if constexpr (T::kPacked) {
         ptx::copy_async_8(to + 8 * lane_, from + 8 * lane_);
         ptx::copy_async_8(to + 256 + 8 * lane_, from + 256 + 8 * lane_);
-        if (lane_ < 9) ptx::copy_async_8(to + 512 + 8 * lane_, from + 512 + 8 * lane_);
       } else {
         ptx::copy_async_16(to + 16 * lane_, from + 16 * lane_);
         ptx::copy_async_16(to + 512 + 16 * lane_, from + 512 + 16 * lane_);
+      }
+    }
+    if constexpr (T::kPacked) {
+      // The last 72 bytes of three rows at a time: nine lanes a row.
+      int const third = lane_ / 9, byte = 512 + 8 * (lane_ - 9 * third);
+#pragma unroll
+      for (int i = 0; i < kOwn; i += 3) {
+        int const key = warp_ * kOwn + min(i + third, kOwn - 1);
+        uint8_t const* from = pool + int64_t{__shfl_sync(~0u, row, key)} * T::kRowBytes;
+        if (third < 3 && i + third < kOwn) ptx::copy_async_8(tile + key * T::kStride + byte, from + byte);
       }
     }
     offset += T::kKeys;
@@ -288,7 +289,7 @@ __device__ __forceinline__ void Worker<T>::walk() {
     }
     for (int offset = 0; offset < run.count; offset += T::kKeys) {
       ptx::copy_wait<T::kStages - 2>();
-      sync();
+      __syncthreads();
       load(ahead_run, ahead_offset, stage == 0 ? T::kStages - 1 : stage - 1);
       attend(run, offset, ptx::shared_address(shared_.tiles[stage]));
       stage = stage == T::kStages - 1 ? 0 : stage + 1;
@@ -302,7 +303,7 @@ template <typename T>
 __device__ __forceinline__ void Worker<T>::rotate_queries() {
   if (!rope_warp()) return;
 #pragma unroll
-  for (int n = 0; n < kW; ++n) {
+  for (int n = 0; n < kN; ++n) {
     auto const* q = column_pointer(8 * n + g_, static_cast<__nv_bfloat16 const*>(op_.q_global),
                                    static_cast<__nv_bfloat16 const*>(op_.q_local));
     float2 const* turn = rope_of(8 * n + g_);
@@ -313,7 +314,8 @@ __device__ __forceinline__ void Worker<T>::rotate_queries() {
         int const pair = 8 * j + 4 * half + t_;
         uint32_t turned = 0;
         if (q != nullptr) {
-          float2 const x = ptx::unpack_bf16(*reinterpret_cast<uint32_t const*>(q + kNopeDim + 2 * pair)), cs = turn[pair];
+          float2 const x = ptx::unpack_bf16(__ldg(reinterpret_cast<uint32_t const*>(q + kNopeDim + 2 * pair))),
+                       cs = __ldg(turn + pair);
           turned = ptx::pack_bf16(x.x * cs.x - x.y * cs.y, x.y * cs.x + x.x * cs.y);
         }
         q_[kC - 1][j][n][half] = turned;
@@ -328,12 +330,12 @@ __device__ __forceinline__ void Worker<T>::fold() {
   if (!rope_warp() || !in_segment_) return;
   bool const odd = g_ & 1;
 #pragma unroll
-  for (int n = 0; n < kW; ++n) {
+  for (int n = 0; n < kN; ++n) {
     float2 const* turn[2] = {rope_of(8 * n + 2 * t_), rope_of(8 * n + 2 * t_ + 1)};
     float now[2], keep[2];
-    if constexpr (kW == 1) {
-      now[0] = peak_[0];
-      now[1] = peak_[1];
+    if constexpr (!T::kSplit) {
+      now[0] = peak_[n][0];
+      now[1] = peak_[n][1];
     } else {
       float2 const peaks = shared_.peak[n][t_];
       now[0] = peaks.x;
@@ -344,13 +346,19 @@ __device__ __forceinline__ void Worker<T>::fold() {
       keep[i] = now[i] == kNone ? 0.0f : ptx::exp2_fast(rope_peak_[n][i] - now[i]);
       rope_peak_[n][i] = now[i];
     }
+    float2 angles[4][4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) angles[m][i] = __ldg(turn[i & 1] + 8 * m + 4 * (i / 2) + g_ / 2);
+    }
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       float4 total = shared_.rope_sum[n][m][lane_];
       float* sums = &total.x;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float2 const cs = turn[i & 1][8 * m + 4 * (i / 2) + g_ / 2];
+        float2 const cs = angles[m][i];
         float const own = o_[kC - 1][m][n][i], pair = __shfl_xor_sync(~0u, own, 4);
         sums[i] = sums[i] * keep[i & 1] + own * cs.x + (odd ? -pair : pair) * cs.y;
         o_[kC - 1][m][n][i] = 0;
@@ -362,11 +370,11 @@ __device__ __forceinline__ void Worker<T>::fold() {
 
 // This warp's part of the scores of 16 keys and all columns.
 template <typename T>
-__device__ __forceinline__ void Worker<T>::score(uint32_t tile, int part, float (&s)[kW][4]) const {
+__device__ __forceinline__ void Worker<T>::score(uint32_t tile, int part, float (&s)[kN][4]) const {
   uint32_t const base = tile + part * 16 * T::kStride + (lane_ % 16) * T::kStride + (lane_ / 16) * 16;
   uint32_t const scales = tile + (part * 16 + g_) * T::kStride + kLatentScaleOffset + warp_ * kC;
 #pragma unroll
-  for (int n = 0; n < kW; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
+  for (int n = 0; n < kN; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
 #pragma unroll
   for (int c = 0; c < kC; ++c) {
     uint32_t const at = base + chunk_bytes(c);
@@ -376,12 +384,12 @@ __device__ __forceinline__ void Worker<T>::score(uint32_t tile, int part, float 
         uint32_t a[4];
         ptx::load_matrices(a, at + 32 * j);
 #pragma unroll
-        for (int n = 0; n < kW; ++n) ptx::mma_bf16(s[n], a[0], a[1], a[2], a[3], q_[c][j][n][0], q_[c][j][n][1]);
+        for (int n = 0; n < kN; ++n) ptx::mma_bf16(s[n], a[0], a[1], a[2], a[3], q_[c][j][n][0], q_[c][j][n][1]);
       }
     } else {
-      float x[kW][4];
+      float x[kN][4];
 #pragma unroll
-      for (int n = 0; n < kW; ++n) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0;
+      for (int n = 0; n < kN; ++n) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t a[4];
@@ -393,7 +401,7 @@ __device__ __forceinline__ void Worker<T>::score(uint32_t tile, int part, float 
                          a2 = ptx::e4m3_to_f16(static_cast<uint16_t>(a[2 * j] >> 16)),
                          a3 = ptx::e4m3_to_f16(static_cast<uint16_t>(a[2 * j + 1] >> 16));
 #pragma unroll
-          for (int n = 0; n < kW; ++n) {
+          for (int n = 0; n < kN; ++n) {
             ptx::mma_f16(x[n], a0, a1, a2, a3, q_[c][2 * half + j][n][0], q_[c][2 * half + j][n][1]);
           }
         }
@@ -401,7 +409,7 @@ __device__ __forceinline__ void Worker<T>::score(uint32_t tile, int part, float 
       float const low = ptx::power_of_two(ptx::load_byte(scales + c)),
                   high = ptx::power_of_two(ptx::load_byte(scales + c + 8 * T::kStride));
 #pragma unroll
-      for (int n = 0; n < kW; ++n) {
+      for (int n = 0; n < kN; ++n) {
         s[n][0] += x[n][0] * low;
         s[n][1] += x[n][1] * low;
         s[n][2] += x[n][2] * high;
@@ -411,23 +419,33 @@ __device__ __forceinline__ void Worker<T>::score(uint32_t tile, int part, float 
   }
 }
 
+// Hides the keys that a column's row does not see. Whole tiles that every row of the group sees are left alone.
 template <typename T>
-__device__ __forceinline__ void Worker<T>::mask(Run const& run, int offset, float (&s)[T::kParts][4]) const {
-  bool const window = run.source == Source::kWindow;
-  int low[2], high[2];
+__device__ __forceinline__ void Worker<T>::mask(Run const& run, int offset, float (&s)[kO][T::kParts][4]) const {
+  int const first = run.x0 + offset, end = run.x0 + run.count;
+  bool const window = run.source == Source::kWindow, selected = run.source == Source::kSelected;
+  int const least = window ? group_.highest_position - op_.window + 1 : INT32_MIN;
+  // Selected keys were checked one by one when the list was made.
+  int const most = min(end, selected ? INT32_MAX : window ? group_.lowest_position + 1 : group_.least_visible);
+  bool const whole_unit = group_.begin == 0 && group_.end == unit_.rows;
+  if (whole_unit && first >= least && first + T::kKeys <= most) return;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    low[i] = window ? window_low_[i] : INT32_MIN;
-    int const own = window ? window_high_[i] : entry_high_[i];
-    // Selected keys were checked one by one when the list was made; here only columns without a row are left out.
-    high[i] = min(run.source == Source::kSelected && own != INT32_MIN ? INT32_MAX : own, run.x0 + run.count);
-  }
+  for (int o = 0; o < kO; ++o) {
 #pragma unroll
-  for (int part = 0; part < T::kParts; ++part) {
+    for (int i = 0; i < 2; ++i) {
+      int const row = row_of(8 * owned(o) + 2 * t_ + i);
+      bool const inside = row >= group_.begin && row < group_.end;
+      int const position = __shfl_sync(~0u, position_, max(row, 0)), visible = __shfl_sync(~0u, visible_, max(row, 0));
+      int const low = window ? position - op_.window + 1 : INT32_MIN;
+      int const high = !inside ? INT32_MIN : min(end, selected ? INT32_MAX : window ? position + 1 : visible);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int const x = run.x0 + offset + 16 * part + 8 * (i / 2) + g_;
-      if (x < low[i & 1] || x >= high[i & 1]) s[part][i] = kNone;
+      for (int part = 0; part < T::kParts; ++part) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          int const x = first + 16 * part + 8 * half + g_;
+          if (x < low || x >= high) s[o][part][2 * half + i] = kNone;
+        }
+      }
     }
   }
 }
@@ -467,7 +485,7 @@ __device__ __forceinline__ void Worker<T>::read_scales(uint32_t tile) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
-        for (int n = 0; n < kW; ++n) {
+        for (int n = 0; n < kN; ++n) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) o_[c][j][n][i] *= factor;
         }
@@ -490,8 +508,8 @@ __device__ __forceinline__ void Worker<T>::read_scales(uint32_t tile) {
 
 // Adds the probabilities (B fragments: keys 2t, 2t + 1 and 2t + 8, 2t + 9 of column g) times the latents to the output.
 template <typename T>
-__device__ __forceinline__ void Worker<T>::accumulate(uint32_t tile, int part, uint32_t const (&p_f16)[kW][2],
-                                                      uint32_t const (&p_bf16)[kW][2]) {
+__device__ __forceinline__ void Worker<T>::accumulate(uint32_t tile, int part, uint32_t const (&p_f16)[kN][2],
+                                                      uint32_t const (&p_bf16)[kN][2]) {
   uint32_t const base = tile + part * 16 * T::kStride + (lane_ % 16) * T::kStride + (lane_ / 16) * 16;
 #pragma unroll
   for (int c = 0; c < kC; ++c) {
@@ -502,13 +520,13 @@ __device__ __forceinline__ void Worker<T>::accumulate(uint32_t tile, int part, u
         uint32_t a[4];
         ptx::load_matrices_transposed(a, at + 32 * j);
 #pragma unroll
-        for (int n = 0; n < kW; ++n) ptx::mma_bf16(o_[c][j][n], a[0], a[2], a[1], a[3], p_bf16[n][0], p_bf16[n][1]);
+        for (int n = 0; n < kN; ++n) ptx::mma_bf16(o_[c][j][n], a[0], a[2], a[1], a[3], p_bf16[n][0], p_bf16[n][1]);
       }
     } else {
       uint2 const scale = *reinterpret_cast<uint2 const*>(&shared_.scales[warp_][(c * T::kParts + part) * 16 + 4 * t_]);
-      uint32_t p[kW][2];
+      uint32_t p[kN][2];
 #pragma unroll
-      for (int n = 0; n < kW; ++n) {
+      for (int n = 0; n < kN; ++n) {
         p[n][0] = ptx::multiply_f16(p_f16[n][0], scale.x);
         p[n][1] = ptx::multiply_f16(p_f16[n][1], scale.y);
       }
@@ -525,7 +543,7 @@ __device__ __forceinline__ void Worker<T>::accumulate(uint32_t tile, int part, u
                          a2 = ptx::e4m3_to_f16(static_cast<uint16_t>(y)),
                          a3 = ptx::e4m3_to_f16(static_cast<uint16_t>(y >> 16));
 #pragma unroll
-          for (int n = 0; n < kW; ++n) ptx::mma_f16(o_[c][2 * half + j][n], a0, a1, a2, a3, p[n][0], p[n][1]);
+          for (int n = 0; n < kN; ++n) ptx::mma_f16(o_[c][2 * half + j][n], a0, a1, a2, a3, p[n][0], p[n][1]);
         }
       }
     }
@@ -534,77 +552,73 @@ __device__ __forceinline__ void Worker<T>::accumulate(uint32_t tile, int part, u
 
 template <typename T>
 __device__ __forceinline__ void Worker<T>::attend(Run const& run, int offset, uint32_t tile) {
-  float own[T::kParts][4];
 #pragma unroll
   for (int part = 0; part < T::kParts; ++part) {
-    float s[kW][4];
+    float s[kN][4];
     score(tile, part, s);
 #pragma unroll
-    for (int n = 0; n < kW; ++n) {
-      if constexpr (kW == 1) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) own[part][i] = s[0][i];
-      } else {
-        shared_.partial[n][part][warp_][lane_] = {s[n][0], s[n][1], s[n][2], s[n][3]};
-      }
-    }
+    for (int n = 0; n < kN; ++n) shared_.partial[n][part][warp_][lane_] = {s[n][0], s[n][1], s[n][2], s[n][3]};
   }
   if constexpr (T::kPacked) read_scales(tile);
-  if constexpr (kW > 1) {
-    __syncthreads();
-#pragma unroll
-    for (int part = 0; part < T::kParts; ++part) {
-      float4 total = shared_.partial[warp_][part][0][lane_];
-#pragma unroll
-      for (int w = 1; w < kW; ++w) {
-        float4 const more = shared_.partial[warp_][part][w][lane_];
-        total = {total.x + more.x, total.y + more.y, total.z + more.z, total.w + more.w};
-      }
-      own[part][0] = total.x;
-      own[part][1] = total.y;
-      own[part][2] = total.z;
-      own[part][3] = total.w;
-    }
-  }
+  __syncthreads();
   // log2(e) / sqrt(512): probabilities are powers of two from here on.
   constexpr float kScale = 1.4426950408889634f * 0.04419417382415922f;
+  float s[kO][T::kParts][4];
 #pragma unroll
-  for (int part = 0; part < T::kParts; ++part) {
+  for (int o = 0; o < kO; ++o) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) own[part][i] *= kScale;
-  }
-  mask(run, offset, own);
-  float alpha[2], base[2];
+    for (int part = 0; part < T::kParts; ++part) {
+      float4 const(&parts)[kW][32] = shared_.partial[owned(o)][part];
+      float4 total = parts[0][lane_];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float most = fmaxf(own[0][i], own[0][i + 2]);
-#pragma unroll
-    for (int part = 1; part < T::kParts; ++part) most = fmaxf(most, fmaxf(own[part][i], own[part][i + 2]));
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-    float const peak = fmaxf(peak_[i], most);
-    base[i] = peak == kNone ? 0.0f : peak;
-    alpha[i] = peak == kNone ? 1.0f : ptx::exp2_fast(peak_[i] - base[i]);
-    peak_[i] = peak;
-    sum_[i] *= alpha[i];
-  }
-  uint32_t p_f16[T::kParts][kW][2], p_bf16[T::kParts][kW][2];
-#pragma unroll
-  for (int part = 0; part < T::kParts; ++part) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      own[part][i] = ptx::exp2_fast(own[part][i] - base[i & 1]);
-      sum_[i & 1] += own[part][i];
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float const a = own[part][2 * half], b = own[part][2 * half + 1];
-      p_f16[part][0][half] = T::kPacked ? ptx::transpose_matrix(ptx::pack_f16(a, b)) : 0;
-      p_bf16[part][0][half] = ptx::transpose_matrix(ptx::pack_bf16(a, b));
+      for (int w = 1; w < kW; ++w) {
+        float4 const more = parts[w][lane_];
+        total = {total.x + more.x, total.y + more.y, total.z + more.z, total.w + more.w};
+      }
+      s[o][part][0] = total.x * kScale;
+      s[o][part][1] = total.y * kScale;
+      s[o][part][2] = total.z * kScale;
+      s[o][part][3] = total.w * kScale;
     }
   }
-  bool rescale = alpha[0] != 1.0f || alpha[1] != 1.0f;
-  if constexpr (kW == 1) {
+  mask(run, offset, s);
+  float alpha[kO][2];
+  uint32_t p_f16[T::kParts][kN][2], p_bf16[T::kParts][kN][2];
+  bool rescale = false;
+#pragma unroll
+  for (int o = 0; o < kO; ++o) {
+    float base[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float most = fmaxf(s[o][0][i], s[o][0][i + 2]);
+#pragma unroll
+      for (int part = 1; part < T::kParts; ++part) most = fmaxf(most, fmaxf(s[o][part][i], s[o][part][i + 2]));
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+      float const peak = fmaxf(peak_[o][i], most);
+      base[i] = peak == kNone ? 0.0f : peak;
+      alpha[o][i] = peak == kNone ? 1.0f : ptx::exp2_fast(peak_[o][i] - base[i]);
+      rescale |= alpha[o][i] != 1.0f;
+      peak_[o][i] = peak;
+      sum_[o][i] *= alpha[o][i];
+    }
+#pragma unroll
+    for (int part = 0; part < T::kParts; ++part) {
+      float(&p)[4] = s[o][part];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        p[i] = ptx::exp2_fast(p[i] - base[i & 1]);
+        sum_[o][i & 1] += p[i];
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float const a = p[2 * half], b = p[2 * half + 1];
+        p_f16[part][o][half] = T::kPacked ? ptx::transpose_matrix(ptx::pack_f16(a, b)) : 0;
+        p_bf16[part][o][half] = ptx::transpose_matrix(ptx::pack_bf16(a, b));
+      }
+    }
+  }
+  if constexpr (!T::kSplit) {
     rescale = __any_sync(~0u, rescale);
   } else {
 #pragma unroll
@@ -613,14 +627,14 @@ __device__ __forceinline__ void Worker<T>::attend(Run const& run, int offset, ui
                                                    p_bf16[part][0][1]};
     }
     if (g_ == 0) {
-      shared_.alpha[warp_][t_] = {alpha[0], alpha[1]};
-      shared_.peak[warp_][t_] = {peak_[0], peak_[1]};
+      shared_.alpha[warp_][t_] = {alpha[0][0], alpha[0][1]};
+      shared_.peak[warp_][t_] = {peak_[0][0], peak_[0][1]};
     }
     rescale = __syncthreads_or(rescale);
 #pragma unroll
     for (int part = 0; part < T::kParts; ++part) {
 #pragma unroll
-      for (int n = 0; n < kW; ++n) {
+      for (int n = 0; n < kN; ++n) {
         uint4 const p = shared_.probabilities[n][part][lane_];
         p_f16[part][n][0] = p.x;
         p_f16[part][n][1] = p.y;
@@ -631,8 +645,13 @@ __device__ __forceinline__ void Worker<T>::attend(Run const& run, int offset, ui
   }
   if (rescale) {
 #pragma unroll
-    for (int n = 0; n < kW; ++n) {
-      float2 const factor = kW == 1 ? make_float2(alpha[0], alpha[1]) : shared_.alpha[n][t_];
+    for (int n = 0; n < kN; ++n) {
+      float2 factor;
+      if constexpr (T::kSplit) {
+        factor = shared_.alpha[n][t_];
+      } else {
+        factor = {alpha[n][0], alpha[n][1]};
+      }
 #pragma unroll
       for (int c = 0; c < kC; ++c) {
 #pragma unroll
@@ -651,31 +670,36 @@ __device__ __forceinline__ void Worker<T>::attend(Run const& run, int offset, ui
 
 template <typename T>
 __device__ __forceinline__ void Worker<T>::finish() {
-  float factor[2];
+  float factor[kO][2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int o = 0; o < kO; ++o) {
 #pragma unroll
-    for (int step = 4; step < 32; step *= 2) sum_[i] += __shfl_xor_sync(~0u, sum_[i], step);
-    int const column = 8 * warp_ + 2 * t_ + i;
-    factor[i] = 0;
-    if (row_of(column) >= 0) {
+    for (int i = 0; i < 2; ++i) {
+      float total = sum_[o][i];
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+      int const column = 8 * owned(o) + 2 * t_ + i;
+      factor[o][i] = 0;
+      if (row_of(column) < 0 || peak_[o][i] == kNone) continue;
       int const head = unit_.head + column % unit_.heads;
       float const sink = (head < op_.global_heads ? op_.sinks_global[head] : op_.sinks_local[head - op_.global_heads]) *
                          1.4426950408889634f;
-      float const peak = fmaxf(peak_[i], sink);
-      if (peak_[i] != kNone) {
-        float const scale = ptx::exp2_fast(peak_[i] - peak);
-        factor[i] = scale / (sum_[i] * scale + ptx::exp2_fast(sink - peak));
-      }
+      float const peak = fmaxf(peak_[o][i], sink), scale = ptx::exp2_fast(peak_[o][i] - peak);
+      factor[o][i] = scale / (total * scale + ptx::exp2_fast(sink - peak));
     }
   }
-  if constexpr (kW > 1) {
-    if (g_ == 0) shared_.alpha[warp_][t_] = {factor[0], factor[1]};
+  if constexpr (T::kSplit) {
+    if (g_ == 0) shared_.alpha[warp_][t_] = {factor[0][0], factor[0][1]};
     __syncthreads();
   }
 #pragma unroll
-  for (int n = 0; n < kW; ++n) {
-    float2 const scale = kW == 1 ? make_float2(factor[0], factor[1]) : shared_.alpha[n][t_];
+  for (int n = 0; n < kN; ++n) {
+    float2 scale;
+    if constexpr (T::kSplit) {
+      scale = shared_.alpha[n][t_];
+    } else {
+      scale = {factor[n][0], factor[n][1]};
+    }
     __nv_bfloat16* out[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -726,14 +750,14 @@ __device__ __forceinline__ void Worker<T>::finish() {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, 256 / T::kThreads) attention_kernel(__grid_constant__ Launch const launch) {
+__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) attention_kernel(__grid_constant__ Launch const launch) {
   extern __shared__ __align__(16) uint8_t raw[];
   Worker<T>(launch, *reinterpret_cast<Shared<T>*>(raw)).run();
 }
 
-template <int kWarps, bool kPacked>
+template <int kTiles, bool kPacked>
 Status launch_attention(Launch const& launch, cudaStream_t stream) {
-  using T = Traits<kWarps, kPacked>;
+  using T = Traits<kTiles, kPacked>;
   constexpr int kBytes = static_cast<int>(sizeof(Shared<T>));
   int64_t const units = int64_t{launch.full.units} + launch.tail.units;
   REDKNOT_CUDA(cudaFuncSetAttribute(attention_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));

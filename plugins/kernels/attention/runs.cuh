@@ -30,7 +30,8 @@ struct RunTable {
   Run runs[kMaxRuns];
   Interval windows[kMaxUnitRows];  // disjoint request positions that rows of the unit have in their windows
   int32_t start[kSegmentBatch], stop[kSegmentBatch], latent[kSegmentBatch], entry[kSegmentBatch], entries[kSegmentBatch];
-  int32_t filled[kSegmentBatch];   // list places used by segments before, then up to and including this one
+  int32_t counts[4][kSegmentBatch];  // selected entries of each segment that each warp found
+  int32_t filled[kSegmentBatch];     // list places used up to and including this segment
   int32_t sorted[kMaxUnitRows];
   int32_t window_count;
   int32_t run_count;
@@ -87,67 +88,81 @@ __device__ __forceinline__ int segment_of(RunTable const& table, int segments, i
   return row >= table.entry[low] && row - table.entry[low] < table.entries[low] ? low : -1;
 }
 
-// One warp: the selected entries of a row that lie in the batch's segments, grouped by segment, order kept.
+// All warps: the selected entries of a row that lie in the batch's segments, grouped by segment, order kept. Ends with a
+// barrier; `filled` then holds the list places used up to and including each segment.
+template <int kWarps>
 __device__ inline void build_list(RunTable& table, int32_t* list, int64_t const* selected, int top_k, int segments,
-                                  int first_entry, int visible, int64_t entry_rows, int lane) {
-  table.filled[lane] = 0;
+                                  int64_t limit, int warp, int lane) {
+  constexpr int kOwn = kMaxSelected / (32 * kWarps);
+  int row[kOwn], segment[kOwn], place[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    int const at = (warp * kOwn + i) * 32 + lane;
+    int64_t const value = at < top_k ? __ldg(selected + at) : -1;
+    row[i] = value >= 0 && value < limit ? static_cast<int>(value) : -1;
+  }
+  int32_t* const counts = table.counts[warp];
+  counts[lane] = 0;
   __syncwarp();
-  int64_t const limit = min(entry_rows, int64_t{first_entry} + visible);
-  auto segment_at = [&](int place, int& row) {
-    int64_t const value = place < top_k ? selected[place] : -1;
-    row = narrow(value);
-    return value >= 0 && value < limit ? segment_of(table, segments, row) : -1;
-  };
-  if (segments > 1) {
-    for (int base = 0; base < top_k; base += 32) {
-      int row;
-      int const segment = segment_at(base + lane, row);
-      unsigned const same = __match_any_sync(~0u, segment);
-      if (segment >= 0 && (same & ((1u << lane) - 1)) == 0) table.filled[segment] += __popc(same);
-      __syncwarp();
-    }
-    int const own = table.filled[lane];
-    int before = own;
-    for (int step = 1; step < 32; step *= 2) {
-      int const other = __shfl_up_sync(~0u, before, step);
-      if (lane >= step) before += other;
-    }
-    __syncwarp();
-    table.filled[lane] = before - own;
-    __syncwarp();
-  }
-  for (int base = 0; base < top_k; base += 32) {
-    int row;
-    int const segment = segment_at(base + lane, row);
-    unsigned const same = __match_any_sync(~0u, segment);
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    if ((warp * kOwn + i) * 32 >= top_k) break;
+    segment[i] = row[i] < 0 ? -1 : segment_of(table, segments, row[i]);
+    unsigned const same = __match_any_sync(~0u, segment[i]);
     int const rank = __popc(same & ((1u << lane) - 1));
-    if (segment >= 0) list[table.filled[segment] + rank] = row;
+    int const before = segment[i] < 0 ? 0 : counts[segment[i]];
+    place[i] = before + rank;
     __syncwarp();
-    if (segment >= 0 && rank == 0) table.filled[segment] += __popc(same);
+    if (segment[i] >= 0 && rank == 0) counts[segment[i]] = before + __popc(same);
     __syncwarp();
   }
+  __syncthreads();
+  int total = 0, earlier = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w == warp) earlier = total;
+    total += table.counts[w][lane];
+  }
+  int through = total;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    int const other = __shfl_up_sync(~0u, through, step);
+    if (lane >= step) through += other;
+  }
+  int const base = through - total + earlier;
+  if (warp == 0) table.filled[lane] = through;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    if ((warp * kOwn + i) * 32 >= top_k) break;
+    int const from = __shfl_sync(~0u, base, max(segment[i], 0));
+    if (segment[i] >= 0) list[from + place[i]] = row[i];
+  }
+  __syncthreads();
 }
 
-// One warp: runs of as many segments from `next` on as the table holds; sets run_count and next_segment.
+// All warps: runs of as many segments from `next` on as the table holds; sets run_count and next_segment. Ends with a barrier.
+template <int kWarps>
 __device__ inline void build_runs(RunTable& table, int32_t* list, SegLatentAttentionParams const& op, Group const& group,
-                                  int row, int next, int lane) {
+                                  int row, int next, int warp, int lane) {
   int const segments = min(kSegmentBatch, group.last_segment - next);
-  if (lane < segments) {
+  if (warp == 0 && lane < segments) {
     int64_t const* columns = op.segments + (int64_t{next} + lane) * 5;
-    table.start[lane] = narrow(columns[0]);
-    table.stop[lane] = narrow(columns[1]);
-    table.latent[lane] = narrow(columns[2]);
-    table.entry[lane] = narrow(columns[3]);
-    table.entries[lane] = narrow(columns[4]);
+    table.start[lane] = narrow(__ldg(columns));
+    table.stop[lane] = narrow(__ldg(columns + 1));
+    table.latent[lane] = narrow(__ldg(columns + 2));
+    table.entry[lane] = narrow(__ldg(columns + 3));
+    table.entries[lane] = narrow(__ldg(columns + 4));
   }
-  __syncwarp();
   bool const has_entries = op.entries != nullptr;
-  int const first_entry = has_entries ? narrow(op.segments[int64_t{group.first_segment} * 5 + 3]) : 0;
+  int const first_entry = has_entries ? narrow(__ldg(op.segments + int64_t{group.first_segment} * 5 + 3)) : 0;
   if (has_entries && op.selected != nullptr) {
-    build_list(table, list, op.selected + int64_t{row} * op.top_k, op.top_k, segments, first_entry, group.most_visible,
-               op.entry_rows, lane);
+    __syncthreads();
+    int64_t const limit = min(op.entry_rows, int64_t{first_entry} + group.most_visible);
+    build_list<kWarps>(table, list, op.selected + int64_t{row} * op.top_k, op.top_k, segments, limit, warp, lane);
+  } else if (warp == 0) {
+    __syncwarp();
   }
-  if (lane == 0) {
+  if (warp == 0 && lane == 0) {
     int count = 0, index = 0;
     auto push = [&](Source source, int x0, int row0, int keys, int64_t pool) {
       if (source != Source::kSelected) keys = static_cast<int>(min(int64_t{keys}, pool - row0));
@@ -173,6 +188,7 @@ __device__ inline void build_runs(RunTable& table, int32_t* list, SegLatentAtten
     table.run_count = count;
     table.next_segment = next + index;
   }
+  __syncthreads();
 }
 
 }  // namespace redknot::attention

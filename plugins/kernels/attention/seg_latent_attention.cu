@@ -6,7 +6,7 @@
 namespace redknot {
 namespace attention {
 
-template <int kWarps, bool kPacked>
+template <int kTiles, bool kPacked>
 Status launch_attention(Launch const& launch, cudaStream_t stream);
 
 extern template Status launch_attention<1, true>(Launch const&, cudaStream_t);
@@ -21,21 +21,21 @@ namespace {
 // Blocks that keep every multiprocessor of the largest supported GPU busy.
 constexpr int64_t kEnoughBlocks = 264;
 
-// Warps of a block. Rows that share no keys use as few as hold their heads; rows that share them read each key for as
-// many columns as there are, as long as enough blocks remain.
-int warps_for(SegLatentAttentionParams const& op) {
+// Tiles of 8 columns of a block. Rows that share no keys use as few as hold their heads; rows that share them read each key
+// for as many columns as there are, as long as enough blocks remain.
+int tiles_for(SegLatentAttentionParams const& op) {
   int const most_heads = op.full_rows > 0 ? op.global_heads + op.local_heads : op.global_heads;
   int const needed = most_heads <= 8 ? 1 : most_heads <= 16 ? 2 : 4;
   if (op.selected != nullptr) return needed;
   int64_t const columns = int64_t{op.rows} * op.global_heads + int64_t{op.full_rows} * op.local_heads;
-  int warps = 4;
-  while (warps > needed && columns < kEnoughBlocks * 8 * warps) warps /= 2;
-  return warps;
+  int tiles = 4;
+  while (tiles > needed && columns < kEnoughBlocks * 8 * tiles) tiles /= 2;
+  return tiles;
 }
 
 template <bool kPacked>
-Status launch_with(int warps, Launch const& launch, cudaStream_t stream) {
-  switch (warps) {
+Status launch_with(int tiles, Launch const& launch, cudaStream_t stream) {
+  switch (tiles) {
     case 1: return launch_attention<1, kPacked>(launch, stream);
     case 2: return launch_attention<2, kPacked>(launch, stream);
     default: return launch_attention<4, kPacked>(launch, stream);
@@ -67,15 +67,15 @@ Status check(SegLatentAttentionParams const& op) {
 Status seg_latent_attention(SegLatentAttentionParams const& params, cudaStream_t stream) {
   Status const valid = attention::check(params);
   if (valid != Status::kSuccess) return valid;
-  int const warps = attention::warps_for(params), columns = 8 * warps;
+  int const tiles = attention::tiles_for(params), columns = 8 * tiles;
   bool const shares_keys = params.selected == nullptr;
   attention::Launch const launch{
       params,
       attention::make_region(0, params.full_rows, params.global_heads + params.local_heads, columns, shares_keys),
       attention::make_region(params.full_rows, params.rows - params.full_rows, params.global_heads, columns, shares_keys)};
   if (launch.full.units + launch.tail.units == 0) return Status::kSuccess;
-  return params.pool_dtype == Dtype::kPacked ? attention::launch_with<true>(warps, launch, stream)
-                                             : attention::launch_with<false>(warps, launch, stream);
+  return params.pool_dtype == Dtype::kPacked ? attention::launch_with<true>(tiles, launch, stream)
+                                             : attention::launch_with<false>(tiles, launch, stream);
 }
 
 }  // namespace redknot

@@ -24,7 +24,9 @@ SEEDS = st.integers(0, 2**31)
 HEADS = st.sampled_from([(1, 0), (1, 1), (1, 3), (1, 7), (2, 14), (8, 56), (16, 112), (0, 8), (3, 2)])
 LENGTHS = st.one_of(st.integers(0, 9), st.integers(1, 300), st.integers(300, 900))
 SEQUENCES = st.lists(st.lists(LENGTHS, min_size=1, max_size=6).map(tuple), min_size=1, max_size=3).map(tuple)
-TYPICAL = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+TYPICAL = settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 
 
 def picked_rows(layout: Layout, data: st.DataObject, most: int) -> list[tuple[int, torch.Tensor]]:
@@ -69,7 +71,9 @@ def assert_matches(case: AttentionCase, window: int = 128) -> None:
     for name, got, want in zip(("global", "local"), found(case, window), expected(case, window), strict=True):
         assert relative_error(got, want) < TOLERANCE, name
         if got.numel():
-            error = (got.double() - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-3 * float(want.norm(dim=-1).max()))
+            error = (got.double() - want).norm(dim=-1) / want.norm(dim=-1).clamp(
+                min=1e-3 * float(want.norm(dim=-1).max())
+            )
             assert float(error.max()) < ROW_TOLERANCE, f"{name}: row, head {divmod(int(error.argmax()), got.shape[1])}"
 
 
@@ -79,7 +83,12 @@ def assert_matches(case: AttentionCase, window: int = 128) -> None:
 @TYPICAL
 @given(data=st.data(), sequences=SEQUENCES, heads=HEADS, seed=SEEDS)
 def test_any_layout(
-    kind: str, packed: bool, data: st.DataObject, sequences: tuple[tuple[int, ...], ...], heads: tuple[int, int], seed: int
+    kind: str,
+    packed: bool,
+    data: st.DataObject,
+    sequences: tuple[tuple[int, ...], ...],
+    heads: tuple[int, int],
+    seed: int,
 ) -> None:
     ratio = {"sliding": 0, "csa": 4, "hca": data.draw(st.sampled_from([16, 128]))}[kind]
     layout = Layout(sequences=sequences, ratio=ratio, gap=data.draw(st.sampled_from([0, 1, 5])))

@@ -156,11 +156,15 @@ def seg_latent_attention(
     *,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    full = slice(0, q_local.shape[0])
-    return (
-        _attend(q_global, table, latents, entries, selected, sinks_global, rope, window),
-        _attend(
-            q_local, table.rows(full), latents, entries, None if selected is None else selected[full], sinks_local, rope,
-            window,
-        ),
-    )
+    # Rows that run all heads take Global and Local heads through one pass: they see the same keys.
+    rows, heads = q_local.shape[0], q_global.shape[1]
+    full, rest = slice(0, rows), slice(rows, None)
+    both = _attend(
+        torch.cat((q_global[full], q_local), dim=1), table.rows(full), latents, entries,
+        None if selected is None else selected[full], torch.cat((sinks_global, sinks_local)), rope, window,
+    )  # fmt: skip
+    only_global = _attend(
+        q_global[rest], table.rows(rest), latents, entries, None if selected is None else selected[rest], sinks_global,
+        rope, window,
+    )  # fmt: skip
+    return torch.cat((both[:, :heads], only_global)), both[:, heads:]

@@ -1,0 +1,91 @@
+"""Writers that are killed: the store opens, what was published verifies, nothing else is visible."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.artifacts.processes import Child
+from tests.artifacts.support import MOST_CHANGES, KillingFiles, build_artifact, check_store
+from trt_redknot.artifacts import ArtifactStore
+from trt_redknot.artifacts.files import Files
+from trt_redknot.collectives import LocalCollectives
+
+LOCAL = LocalCollectives()
+OLD, NEW = [1] * 21, [2] * 21
+RANDOM_KILLS = 24
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    # A forked child has none of its parent's threads, so torch must not count on them.
+    torch.set_num_threads(1)
+
+
+def kill_at_every_change(root: Path, work: Callable[[Files], object], kept: str) -> int:
+    """Run `work` in processes that are killed at their first, second, ... change of the disk, until one survives."""
+    for at in range(MOST_CHANGES):
+        child = Child(lambda _, at=at: work(KillingFiles(at)))
+        status = child.wait()
+        check_store(root, kept)
+        if status == 0:
+            return at
+        assert status == -9, status
+    raise AssertionError("no process ever survived")
+
+
+def test_a_build_killed_at_any_change_of_the_disk(tmp_path: Path) -> None:
+    kept = build_artifact(ArtifactStore(tmp_path), OLD, LOCAL)
+
+    def work(files: Files) -> None:
+        build_artifact(ArtifactStore(tmp_path, files=files), NEW, LOCAL, rebuild=True)
+
+    assert kill_at_every_change(tmp_path, work, kept) > 20
+
+
+def test_an_eviction_killed_at_any_change_of_the_disk(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    kept = build_artifact(store, OLD, LOCAL)
+    store.pin(kept)
+    capacity = 2 * store.stat().bytes + 500
+    numbers = iter(range(3, MOST_CHANGES))
+
+    def work(files: Files) -> None:
+        limited = ArtifactStore(tmp_path, capacity_bytes=capacity, files=files)
+        build_artifact(limited, [next(numbers) + os.getpid() % 100] * 21, LOCAL)
+
+    build_artifact(ArtifactStore(tmp_path, capacity_bytes=capacity), NEW, LOCAL)
+    assert kill_at_every_change(tmp_path, work, kept) > 20
+
+
+def test_removal_killed_at_any_change_of_the_disk(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    kept = build_artifact(store, OLD, LOCAL)
+
+    def work(files: Files) -> None:
+        victim = ArtifactStore(tmp_path, files=files)
+        victim.rm(build_artifact(store, NEW, LOCAL))
+
+    assert kill_at_every_change(tmp_path, work, kept) >= 2
+
+
+def test_builds_killed_at_random_instants(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    kept = build_artifact(store, OLD, LOCAL)
+    started = time.monotonic()
+    published = build_artifact(store, NEW, LOCAL)
+    whole = time.monotonic() - started
+    survived = 0
+    for trial in range(RANDOM_KILLS):
+        child = Child(lambda _: build_artifact(ArtifactStore(tmp_path), NEW, LOCAL, rebuild=True))
+        time.sleep(random.Random(trial).uniform(0, 1.2 * whole))
+        os.kill(child.pid, 9)
+        survived += child.wait() == 0
+        assert check_store(tmp_path, kept) == {kept, published}
+    assert survived < RANDOM_KILLS

@@ -1,0 +1,95 @@
+"""compress on the GPU against the fp64 reference: both ratios, partial windows, packed entries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benches.common import random_rope, relative_error
+from benches.elementwise_cases import CompressCase, compress_case
+from trt_redknot.errors import EngineError
+from trt_redknot.ops.cuda.elementwise import RowFormat, compress
+from trt_redknot.ops.cuda.library import kernels_present
+from trt_redknot.ops.reference import compress as reference
+from trt_redknot.ops.reference.packing import pack_latents, pack_rows
+from trt_redknot.ops.tables import CompressTable
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+needs_gpu = pytest.mark.skipif(
+    not (torch.cuda.is_available() and kernels_present()),
+    reason="needs a CUDA GPU and the libraries that `make plugins` builds",
+)
+SEEDS = st.integers(0, 2**31)
+TYPICAL = settings(deadline=None, max_examples=20)
+EPS = 1e-6
+# bf16 after the norm and after the rotation: each adds at most 2^-9.
+TOLERANCE = 4e-3
+SHAPES = st.sampled_from([(4, 2, 512), (4, 2, 128), (128, 1, 512), (128, 1, 128), (3, 2, 64), (1, 1, 8), (7, 1, 1024)])
+
+
+def expected(case: CompressCase, rope: torch.Tensor) -> torch.Tensor:
+    return reference.compress(
+        case.kv.double(), case.gate.double(), case.ape.double(), case.norm.double(), rope.double(), case.table, eps=EPS
+    )
+
+
+def run(case: CompressCase, rope: torch.Tensor, row_format: RowFormat = RowFormat.BF16) -> torch.Tensor:
+    return compress(case.kv, case.gate, case.ape, case.norm, rope, case.table, eps=EPS, row_format=row_format)
+
+
+@needs_gpu
+@TYPICAL
+@given(tokens=st.integers(1, 700), shape=SHAPES, float_weights=st.booleans(), gap=st.integers(0, 3), seed=SEEDS)
+def test_entries_equal_the_reference(
+    tokens: int, shape: tuple[int, int, int], float_weights: bool, gap: int, seed: int
+) -> None:
+    ratio, series, width = shape
+    case = compress_case(tokens, ratio, series, width, seed=seed, device="cuda", float_weights=float_weights, gap=gap)
+    rope = random_rope(1024, min(64, width)).to("cuda")
+    found = run(case, rope)
+    assert relative_error(found, expected(case, rope)) < TOLERANCE
+    if width > 64:
+        assert torch.equal(run(case, rope, RowFormat.PACKED_LATENT), pack_latents(found, 64))
+    assert torch.equal(run(case, rope, RowFormat.PACKED_ROW), pack_rows(found))
+
+
+@needs_gpu
+@TYPICAL
+@given(tokens=st.integers(1, 300), seed=SEEDS)
+def test_entries_go_straight_into_the_pool(tokens: int, seed: int) -> None:
+    case = compress_case(tokens, 4, 2, 512, seed=seed, device="cuda", float_weights=True, gap=2)
+    rope = random_rope(512, 64).to("cuda")
+    pool = torch.full((case.table.entries.shape[0] + 5, 512), 3.0, dtype=torch.bfloat16, device="cuda")
+    wanted = pool.clone()
+    wanted[case.table.entries] = run(case, rope)
+    compress(case.kv, case.gate, case.ape, case.norm, rope, case.table, eps=EPS, pool=pool)
+    assert torch.equal(pool, wanted)
+
+
+@needs_gpu
+def test_no_entries_is_no_work() -> None:
+    case = compress_case(4, 4, 2, 512, seed=1, device="cuda", float_weights=True)
+    none = CompressTable(entries=case.table.entries[:0], slots=case.table.slots[:0], positions=case.table.positions[:0])
+    rope = random_rope(16, 64).to("cuda")
+    assert compress(case.kv, case.gate, case.ape, case.norm, rope, none, eps=EPS).shape == (0, 512)
+
+
+@needs_gpu
+def test_a_slot_outside_the_raw_rows_turns_its_entry_to_nan() -> None:
+    case = compress_case(12, 4, 2, 512, seed=2, device="cuda", float_weights=True)
+    case.table.slots[1, 3] = 12
+    case.table.slots[2, 0] = -2
+    found = run(case, random_rope(16, 64).to("cuda"))
+    assert found[0].isfinite().all()
+    assert found[1:].isnan().all()
+
+
+@needs_gpu
+def test_shapes_that_disagree_are_refused() -> None:
+    case = compress_case(12, 4, 2, 512, seed=3, device="cuda", float_weights=True)
+    with pytest.raises(EngineError, match="gate: expected shape"):
+        compress(
+            case.kv, case.gate[:-1], case.ape, case.norm, random_rope(16, 64).to("cuda"), case.table, eps=EPS
+        )  # fmt: skip

@@ -1,0 +1,93 @@
+"""Hyper-connections on the GPU against the fp64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benches.common import relative_error
+from benches.elementwise_cases import mix_case
+from trt_redknot.errors import EngineError
+from trt_redknot.ops.cuda.elementwise import hyper_connection_post, hyper_connection_pre, hyper_head
+from trt_redknot.ops.cuda.library import kernels_present
+from trt_redknot.ops.reference import hyper_connection as reference
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+needs_gpu = pytest.mark.skipif(
+    not (torch.cuda.is_available() and kernels_present()),
+    reason="needs a CUDA GPU and the libraries that `make plugins` builds",
+)
+SEEDS = st.integers(0, 2**31)
+TYPICAL = settings(deadline=None, max_examples=20)
+EPS, NORM_EPS, ITERATIONS = 1e-6, 1e-6, 20
+# The collapse is rounded to bf16 before its norm and after it, as the network does: each adds at most 2^-9.
+TOLERANCE = 4e-3
+# Mixes are sums of bf16 times two bf16 terms of fn (16 bits) in fp32.
+MIX_TOLERANCE = 2e-4
+SIZES = st.one_of(
+    st.tuples(st.just(4), st.integers(1, 40).map(lambda count: 8 * count)),
+    st.tuples(st.just(2), st.integers(1, 40).map(lambda count: 16 * count)),
+    st.sampled_from([(4, 4096), (4, 7168), (4, 2048)]),
+)
+ROWS = st.one_of(st.integers(0, 40), st.sampled_from([127, 128, 129, 300, 769, 900]))
+
+
+@needs_gpu
+@TYPICAL
+@given(rows=ROWS, sizes=SIZES, float_norm=st.booleans(), seed=SEEDS)
+def test_pre_equals_the_reference(rows: int, sizes: tuple[int, int], float_norm: bool, seed: int) -> None:
+    case = mix_case(rows, *sizes, seed=seed, device="cuda")
+    norm = case.norm.float() if float_norm else case.norm
+    found = hyper_connection_pre(
+        case.streams, case.fn, case.base, case.scale, norm, iterations=ITERATIONS, eps=EPS, norm_eps=NORM_EPS
+    )
+    wanted = reference.hyper_connection_pre(
+        case.streams.double(), case.fn.double(), case.base.double(), case.scale.double(), norm.double(),
+        iterations=ITERATIONS, eps=EPS, norm_eps=NORM_EPS,
+    )  # fmt: skip
+    assert relative_error(found[0], wanted[0]) < TOLERANCE
+    assert relative_error(found[1], wanted[1]) < MIX_TOLERANCE
+    assert relative_error(found[2], wanted[2]) < MIX_TOLERANCE
+
+
+@needs_gpu
+@TYPICAL
+@given(rows=ROWS, sizes=SIZES, seed=SEEDS)
+def test_head_equals_the_reference(rows: int, sizes: tuple[int, int], seed: int) -> None:
+    case = mix_case(rows, *sizes, seed=seed, device="cuda")
+    found = hyper_head(
+        case.streams, case.head_fn, case.head_base, case.head_scale, case.norm, eps=EPS, norm_eps=NORM_EPS
+    )
+    wanted = reference.hyper_head(
+        case.streams.double(), case.head_fn.double(), case.head_base.double(), case.head_scale.double(),
+        case.norm.double(), eps=EPS, norm_eps=NORM_EPS,
+    )  # fmt: skip
+    assert relative_error(found, wanted) < TOLERANCE
+
+
+@needs_gpu
+@TYPICAL
+@given(rows=ROWS, sizes=SIZES, seed=SEEDS)
+def test_post_equals_the_reference(rows: int, sizes: tuple[int, int], seed: int) -> None:
+    case = mix_case(rows, *sizes, seed=seed, device="cuda")
+    _, post, comb = reference.hyper_connection_pre(
+        case.streams.float(), case.fn, case.base, case.scale, case.norm.float(),
+        iterations=ITERATIONS, eps=EPS, norm_eps=NORM_EPS,
+    )  # fmt: skip
+    # Out of the Sinkhorn's symmetry, so that a transposed comb shows.
+    comb = comb * torch.linspace(0.5, 2.0, comb.shape[1] ** 2, device="cuda").view(comb.shape[1:])
+    found = hyper_connection_post(case.streams, case.output, post, comb)
+    wanted = reference.hyper_connection_post(case.streams.double(), case.output.double(), post.double(), comb.double())
+    assert relative_error(found, wanted) < TOLERANCE
+
+
+@needs_gpu
+@pytest.mark.parametrize("streams", [1, 3, 8])
+def test_other_stream_counts_are_refused(streams: int) -> None:
+    case = mix_case(4, streams, 64, seed=1, device="cuda")
+    with pytest.raises(EngineError, match="not supported by this build"):
+        hyper_connection_pre(
+            case.streams, case.fn, case.base, case.scale, case.norm, iterations=2, eps=EPS, norm_eps=NORM_EPS
+        )

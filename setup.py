@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import Command, setup
@@ -90,6 +91,7 @@ class BuildPlugins(Command):
             str(work),
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={libraries}",
+            f"-DREDKNOT_PYTHON={sys.executable}",
             *self.cmake_args.split(),
         ]
         for command in (configure, ["cmake", "--build", str(work), "--parallel", jobs]):

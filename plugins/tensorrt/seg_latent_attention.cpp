@@ -83,6 +83,9 @@ class SegLatentAttention final : public Operator {
   }
 
   Status launch(Call const& call) const override {
+    // Selecting from nothing is a sliding window, not a dense read.
+    bool const reads_entries = has_entries_ && call.sizes['E'] > 0 && (!has_selected_ || call.sizes['K'] > 0);
+    bool const selects = reads_entries && has_selected_;
     SegLatentAttentionParams params{};
     params.q_global = call.inputs[kQGlobal];
     params.q_local = call.inputs[kQLocal];
@@ -91,22 +94,22 @@ class SegLatentAttention final : public Operator {
     params.sinks_global = call.input<float>(kSinksGlobal);
     params.sinks_local = call.input<float>(kSinksLocal);
     params.latents = call.inputs[kLatents];
-    params.entries = has_entries_ ? call.inputs[kEntries] : nullptr;
+    params.entries = reads_entries ? call.inputs[kEntries] : nullptr;
     params.segments = call.input<int64_t>(kSegments);
     params.row_segments = call.input<int64_t>(kRowSegments);
     params.positions = call.input<int64_t>(kPositions);
     params.visible = call.input<int64_t>(kVisible);
-    params.selected = has_selected_ ? call.input<int64_t>(kSelected) : nullptr;
+    params.selected = selects ? call.input<int64_t>(kSelected) : nullptr;
     params.rope = call.input<float>(kRope);
     params.latent_rows = call.sizes['L'];
-    params.entry_rows = has_entries_ ? call.sizes['E'] : 0;
+    params.entry_rows = reads_entries ? call.sizes['E'] : 0;
     params.rope_positions = call.sizes['T'];
     params.rows = static_cast<int32_t>(call.sizes['R']);
     params.full_rows = static_cast<int32_t>(call.sizes['F']);
     params.global_heads = static_cast<int32_t>(global_heads_);
     params.local_heads = static_cast<int32_t>(local_heads_);
     params.segment_count = static_cast<int32_t>(call.sizes['S']);
-    params.top_k = has_selected_ ? static_cast<int32_t>(call.sizes['K']) : 0;
+    params.top_k = selects ? static_cast<int32_t>(call.sizes['K']) : 0;
     params.window = static_cast<int32_t>(window_);
     params.pool_dtype = packed_ ? Dtype::kPacked : Dtype::kBFloat16;
     return seg_latent_attention(params, call.stream);

@@ -208,9 +208,9 @@ def test_artifacts_are_found_again_and_rebuilt_on_demand(bench: Bench) -> None:
     document = bench.tokens(50)
     first = bench.engine.build_artifact(bench.store, document)
     assert bench.engine.build_artifact(bench.store, document) == first
-    assert [listed.generation for listed in bench.store.inspect(first)] == [1]
+    assert [listed.published.generation for listed in bench.store.inspect(first)] == [1]
     assert bench.engine.build_artifact(bench.store, document, rebuild=True) == first
-    assert max(listed.generation for listed in bench.store.inspect(first)) == 2
+    assert max(listed.published.generation for listed in bench.store.inspect(first)) == 2
 
 
 def test_fanout_shrinks_with_tau(bench: Bench) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from transformers import DeepseekV4ForCausalLM
 
-from tests.support.networks import NetworkOptions, native_logits, open_network
+from tests.support.networks import NetworkOptions, build_engine, fp64, native_logits, open_network
+from tests.support.ties import NEAR, smallest_gap
 from trt_redknot import Engine, Request, Sampling, Tokens
 
 TOLERANCE = 1e-4
+DRAWS = 4
 
 
 def first_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
@@ -24,24 +28,37 @@ def random_tokens(count: int, vocab: int = 97) -> list[int]:
     return [random.randrange(vocab) for _ in range(count)]
 
 
-def test_first_logits_at_every_length(tmp_path: Path) -> None:
-    """Lengths 1 to 300: every residue mod 4 and mod the HCA ratio, both sides of multiples of 128, window borders."""
-    model, engine = open_network(tmp_path, NetworkOptions(kinds="shc", hca=32, topk=6, seed=random.randrange(2**31)))
-    tokens = random_tokens(300)
+def matches(engine: Engine, model: DeepseekV4ForCausalLM, tokens: list[int], lengths: Iterable[int]) -> bool:
+    """First logits at every length are transformers'. False where a near tie was decided the other way: draw again."""
     native = native_logits(model, tokens)
-    worst = {n: (first_logits(engine, tokens[:n]) - native[n - 1]).abs().max().item() for n in range(1, 301)}
-    length = max(worst, key=lambda n: worst[n])
-    assert worst[length] <= TOLERANCE, f"length {length}: off by {worst[length]}"
+    for length in lengths:
+        error = (first_logits(engine, tokens[:length]) - native[length - 1]).abs().max().item()
+        if not error <= TOLERANCE:
+            gap = smallest_gap(engine, tokens[:length])
+            assert gap < NEAR, f"length {length} is off by {error}, and no selection was closer than {gap}"
+            return False
+    return True
+
+
+def test_first_logits_at_every_length(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Lengths 1 to 300: every residue mod 4 and mod the HCA ratio, both sides of multiples of 128, window borders."""
+    for _ in range(DRAWS):
+        options = NetworkOptions(kinds="shc", hca=32, topk=6, seed=random.randrange(2**31))
+        model, engine = open_network(tmp_path_factory.mktemp("network"), options)
+        if matches(engine, model, random_tokens(300), range(1, 301)):
+            return
+    pytest.fail(f"{DRAWS} draws with near ties in a row")
 
 
 @pytest.mark.parametrize("kinds", ["s", "ss", "c", "h", "hhchc", "sschcs", "cccc", "hhhh"])
-def test_every_mix_of_layer_types(tmp_path: Path, kinds: str) -> None:
-    options = NetworkOptions(kinds=kinds, hash_layers=len(kinds) // 2, seed=random.randrange(2**31))
-    model, engine = open_network(tmp_path, options)
-    tokens = random_tokens(random.randrange(60, 140))
-    torch.testing.assert_close(
-        first_logits(engine, tokens), native_logits(model, tokens)[-1], atol=TOLERANCE, rtol=0
-    )
+def test_every_mix_of_layer_types(tmp_path_factory: pytest.TempPathFactory, kinds: str) -> None:
+    for _ in range(DRAWS):
+        options = NetworkOptions(kinds=kinds, hash_layers=len(kinds) // 2, seed=random.randrange(2**31))
+        model, engine = open_network(tmp_path_factory.mktemp("network"), options)
+        tokens = random_tokens(random.randrange(60, 140))
+        if matches(engine, model, tokens, [len(tokens)]):
+            return
+    pytest.fail(f"{DRAWS} draws with near ties in a row")
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -66,25 +83,29 @@ def test_random_configs(
     )  # fmt: skip
     model, engine = open_network(tmp_path_factory.mktemp("network"), options)
     tokens = random.Random(seed).choices(range(97), k=1 + seed % 150)
-    torch.testing.assert_close(
-        first_logits(engine, tokens), native_logits(model, tokens)[-1], atol=TOLERANCE, rtol=0
-    )
+    assume(matches(engine, model, tokens, [len(tokens)]))
 
 
 @pytest.mark.parametrize("prompt", [1, 13, 127])
-def test_64_decode_steps(tmp_path: Path, prompt: int) -> None:
-    model, engine = open_network(tmp_path, NetworkOptions(seed=random.randrange(2**31)))
-    tokens = random_tokens(prompt)
-    response = engine.generate(Request(segments=[Tokens(tokens)], max_new_tokens=64, stop_tokens=[]))
-    native = native_logits(model, tokens + response.tokens)[prompt - 1 : -1]
-    best = native.max(dim=1).values
-    chosen = native[torch.arange(64), torch.tensor(response.tokens)]
-    # Greedy over the same logits: what we chose is transformers' best token, up to the tolerance.
-    assert (best - chosen).max().item() <= TOLERANCE
+def test_64_decode_steps(tmp_path_factory: pytest.TempPathFactory, prompt: int) -> None:
+    for _ in range(DRAWS):
+        model, engine = open_network(
+            tmp_path_factory.mktemp("network"), NetworkOptions(seed=random.randrange(2**31), kinds="schc")
+        )
+        tokens = random_tokens(prompt)
+        response = engine.generate(Request(segments=[Tokens(tokens)], max_new_tokens=64, stop_tokens=[]))
+        native = native_logits(model, tokens + response.tokens)[prompt - 1 : -1]
+        # Greedy over the same logits: what we chose is transformers' best token, up to the tolerance.
+        chosen = native[torch.arange(64), torch.tensor(response.tokens)]
+        error = (native.max(dim=1).values - chosen).max().item()
+        if error <= TOLERANCE:
+            return
+        assert smallest_gap(engine, tokens + response.tokens) < NEAR, f"off by {error}"
+    pytest.fail(f"{DRAWS} draws with near ties in a row")
 
 
 def test_batch_equals_single_requests(tmp_path: Path) -> None:
-    _, engine = open_network(tmp_path, NetworkOptions(seed=random.randrange(2**31)))
+    _, engine = open_network(tmp_path, NetworkOptions(seed=random.randrange(2**31)), build=fp64())
     requests = [
         Request(segments=[Tokens(random_tokens(n))], max_new_tokens=steps, stop_tokens=[])
         for n, steps in ((5, 20), (64, 1), (33, 40), (130, 7))
@@ -97,14 +118,11 @@ def test_batch_equals_single_requests(tmp_path: Path) -> None:
 
 
 def test_chunking_changes_nothing(tmp_path: Path) -> None:
-    from tests.support.networks import build_engine
-    from trt_redknot.engine.build import BuildOptions
-
-    _, engine = open_network(tmp_path)
+    _, engine = open_network(tmp_path, build=fp64())
     tokens = random_tokens(150)
     for rows in (1, 7, 128, 1000):
         other = Engine.open(
-            build_engine(tmp_path / "checkpoint", tmp_path / f"rows{rows}", options=BuildOptions(chunk_rows=rows))
+            build_engine(tmp_path / "checkpoint", tmp_path / f"rows{rows}", options=fp64(chunk_rows=rows))
         )
         torch.testing.assert_close(first_logits(other, tokens), first_logits(engine, tokens), atol=TOLERANCE, rtol=0)
 

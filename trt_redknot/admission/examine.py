@@ -14,11 +14,12 @@ from trt_redknot.admission.reasons import FallbackReason
 from trt_redknot.admission.report import RankReport
 from trt_redknot.artifacts.agreement import error_to_json
 from trt_redknot.artifacts.certificate import Certificate, certified_ranks
+from trt_redknot.artifacts.documents import checked_tokens
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.identity import ArtifactIdentity, TpGeometry
 from trt_redknot.artifacts.layout import plan_files
 from trt_redknot.artifacts.lease import Lease
-from trt_redknot.artifacts.store import ArtifactStore, checked_tokens
+from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.digests import digest_json, digest_tokens

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trt_redknot.admission.examine import Examination
+from trt_redknot.artifacts.documents import checked_tokens
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.artifacts.identity import ArtifactIdentity
-from trt_redknot.artifacts.store import ArtifactStore, checked_tokens
+from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.collectives.base import Collectives
 from trt_redknot.errors import CollectiveError, RequestError
 from trt_redknot.request.request import Artifact

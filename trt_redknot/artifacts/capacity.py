@@ -88,7 +88,7 @@ def _is_alive(build: Path) -> bool:
 
 
 def _evict(store: StoreFolder, needed: int, capacity: int) -> tuple[Published, ...]:
-    present = store.all_published()
+    present = store.all_published(certified=False)
     taken = sum(found.bytes for found in present) + reserved_bytes(store)
     if taken + needed <= capacity:
         return ()

@@ -53,7 +53,7 @@ _MAX_NOTE_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A published generation. `last_used` is in seconds since the epoch, `superseded` where a newer one exists."""
+    """A generation on disk. `last_used` is in seconds since the epoch; `superseded`: readers take another one."""
 
     artifact_id: str
     generation: int
@@ -137,9 +137,10 @@ class StoreFolder:
                 found.append(int(match[1]))
         return found
 
-    def published(self, artifact_id: str) -> list[Published]:
-        """The certified generations of an artifact, ascending."""
-        numbers = self.generations(artifact_id)
+    def published(self, artifact_id: str, *, certified: bool = True) -> list[Published]:
+        """The generations of an artifact, ascending; without `certified` also those that lost their certificate."""
+        numbers = self.generations(artifact_id, certified=certified)
+        newest = max(self.generations(artifact_id), default=None)
         pinned = (self.artifact(artifact_id) / PIN_FILE).exists()
         return [
             Published(
@@ -149,7 +150,7 @@ class StoreFolder:
                 bytes=tree_bytes(self.generation(artifact_id, number)),
                 last_used=_last_used(self.generation(artifact_id, number)),
                 pinned=pinned,
-                superseded=number != numbers[-1],
+                superseded=number != newest,
             )
             for number in numbers
         ]
@@ -161,8 +162,15 @@ class StoreFolder:
             if match and match[1] == self.namespace and artifact_id in (None, match[2]):
                 yield place
 
-    def all_published(self) -> list[Published]:
-        return [found for artifact_id in self.artifact_ids() for found in self.published(artifact_id)]
+    def all_published(self, *, certified: bool = True) -> list[Published]:
+        return [
+            each for artifact_id in self.artifact_ids() for each in self.published(artifact_id, certified=certified)
+        ]
+
+    def open_generation(self, found: Published) -> Descriptor:
+        parts = [self.namespace, found.artifact_id, generation_name(found.generation)]
+        with self.open_root() as root:
+            return Descriptor(self.files.open_beneath(root.fd, parts, os.O_RDONLY | os.O_DIRECTORY))
 
     def open_root(self) -> Descriptor:
         return Descriptor(os.open(self.root, os.O_RDONLY | os.O_DIRECTORY))

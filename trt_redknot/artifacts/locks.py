@@ -46,6 +46,15 @@ def try_lock(fd: int, *, exclusive: bool) -> bool:
     return True
 
 
+def is_at(path: Path, fd: int) -> bool:
+    """Whether `path` still names the open file or folder: it may have been replaced before it was locked."""
+    try:
+        there = path.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(there, os.fstat(fd))
+
+
 def try_lock_path(path: Path, *, exclusive: bool) -> FileLock | None:
     """A lock on an existing file, or None where someone else holds it. OSError where it cannot be opened."""
     descriptor = Descriptor(_open(path))
@@ -67,7 +76,7 @@ def acquire(files: Files, path: Path, *, what: str, timeout_s: float) -> FileLoc
             ensure_folder(files, path.parent)
             descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644))
             held = try_lock(descriptor.fd, exclusive=True)
-            if held and _is_still(path, descriptor.fd):
+            if held and is_at(path, descriptor.fd):
                 _name_holder(descriptor.fd)
                 return FileLock(descriptor)
         except OSError as error:
@@ -92,14 +101,6 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except PermissionError:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-
-
-def _is_still(path: Path, fd: int) -> bool:
-    try:
-        there = path.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(there, os.fstat(fd))
 
 
 def _name_holder(fd: int) -> None:

@@ -3,72 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from trt_redknot.artifacts.capacity import Orphans, collect_orphans, reserved_bytes
-from trt_redknot.artifacts.certificate import Certificate
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
-from trt_redknot.artifacts.files import Descriptor, real_folders, tree_bytes, walk_files, write_file
-from trt_redknot.artifacts.folder import PIN_FILE, Published, StoreFolder, generation_name
-from trt_redknot.artifacts.layout import CERTIFICATE, LEASE_LOCK
-from trt_redknot.artifacts.lease import VerifiedFiles, check_digest, open_certified
+from trt_redknot.artifacts.files import real_folders, tree_bytes, write_file
+from trt_redknot.artifacts.folder import PIN_FILE, Published, StoreFolder
+from trt_redknot.artifacts.records import Collected, Listed, StoreStatus, Verdict
+from trt_redknot.artifacts.verification import faults_of
 from trt_redknot.errors import StoreError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Listed:
-    """One generation as `ls` and `inspect` show it. `certificate` is None where it is malformed: `fault` says how."""
-
-    published: Published
-    leased: bool
-    certificate: Certificate | None
-    fault: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Outcome of `verify` for one generation: no faults, or all of them; where it was moved if it was."""
-
-    artifact_id: str
-    generation: int
-    bytes: int
-    faults: tuple[str, ...]
-    quarantined: Path | None
-
-    @property
-    def sound(self) -> bool:
-        return not self.faults
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collected:
-    """What `gc` removed."""
-
-    orphans: Orphans
-    superseded: int
-    superseded_bytes: int
-    quarantined: int
-    quarantined_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreStatus:
-    """Totals of a namespace and its disk, in artifacts and bytes."""
-
-    root: Path
-    namespace: str
-    artifacts: int
-    generations: int
-    bytes: int
-    pinned_bytes: int
-    reserved_bytes: int
-    capacity_bytes: int | None
-    quarantined: int
-    disk_free_bytes: int | None
 
 
 class Maintenance:
@@ -91,12 +36,12 @@ class Maintenance:
 
     def ls(self) -> list[Listed]:
         """All published generations of this namespace."""
-        with _as_store_error(self._folder.root):
+        with _as_store_error(self._folder.root), self._undisturbing():
             return [self._listed(found) for found in self._folder.all_published()]
 
     def inspect(self, artifact_id: str) -> list[Listed]:
         """The published generations of one artifact; StoreError where there is none."""
-        with _as_store_error(self._folder.root):
+        with _as_store_error(self._folder.root), self._undisturbing():
             return [self._listed(found) for found in self._require(artifact_id)]
 
     def verify(self, artifact_id: str | None = None, *, quarantine: bool = True) -> list[Verdict]:
@@ -105,13 +50,16 @@ class Maintenance:
         Corrupt generations are moved into quarantine unless they are leased or `quarantine` is off.
         """
         with _as_store_error(self._folder.root):
-            published = self._folder.all_published() if artifact_id is None else self._require(artifact_id)
+            ids = self._folder.artifact_ids() if artifact_id is None else [artifact_id]
+            published = [found for each in ids for found in self._folder.published(each, certified=False)]
+            if artifact_id is not None and not published:
+                raise self._missing(artifact_id)
             return [self._verdict(found, quarantine) for found in published]
 
     def quarantine(self, artifact_id: str, generation: int, reason: str) -> Path | None:
         """Move one generation out of the way; None where it is leased or not there (any more)."""
         with _as_store_error(self._folder.root):
-            for found in self._folder.published(artifact_id):
+            for found in self._folder.published(artifact_id, certified=False):
                 if found.generation == generation:
                     return self._folder.set_aside(found, reason)
         return None
@@ -173,7 +121,7 @@ class Maintenance:
                 )
             with folder.mutex():
                 orphans = collect_orphans(folder)
-                superseded = [found for found in folder.all_published() if self._collect(found)]
+                superseded = [found for found in folder.all_published(certified=False) if self._collect(found)]
                 set_aside = list(self._folder.quarantined()) if quarantine else []
                 aside_bytes = sum(tree_bytes(place) for place in set_aside)
                 for place in set_aside:
@@ -206,6 +154,16 @@ class Maintenance:
                 disk_free_bytes=shutil.disk_usage(self._folder.root).free if present else None,
             )
 
+    @contextlib.contextmanager
+    def _undisturbing(self) -> Iterator[None]:
+        """Looking for leases takes their locks for a moment, which must not look like a reader to who evicts."""
+        with contextlib.ExitStack() as held:
+            if self._folder.locks.is_dir():
+                # Where the store may only be read, nobody can evict or remove with our permissions anyway.
+                with contextlib.suppress(StoreError):
+                    held.enter_context(self._folder.mutex())
+            yield
+
     def _require(self, artifact_id: str) -> list[Published]:
         found = self._folder.published(artifact_id)
         if not found:
@@ -223,7 +181,7 @@ class Maintenance:
     def _listed(self, found: Published) -> Listed:
         certificate, fault = None, None
         try:
-            with self._open_generation(found) as folder:
+            with self._folder.open_generation(found) as folder:
                 certificate = self._folder.read_certificate(folder.fd, found.artifact_id, found.generation)
         except ArtifactError as error:
             fault = str(error)
@@ -239,13 +197,8 @@ class Maintenance:
         lock.close()
         return False
 
-    def _open_generation(self, found: Published) -> Descriptor:
-        parts = [self._folder.namespace, found.artifact_id, generation_name(found.generation)]
-        with self._folder.open_root() as root:
-            return Descriptor(self._folder.files.open_beneath(root.fd, parts, os.O_RDONLY | os.O_DIRECTORY))
-
     def _verdict(self, found: Published, quarantine: bool) -> Verdict:
-        faults = tuple(self._faults(found))
+        faults = tuple(faults_of(self._folder, found))
         place = self._folder.set_aside(found, "; ".join(faults)) if faults and quarantine else None
         return Verdict(
             artifact_id=found.artifact_id,
@@ -254,29 +207,6 @@ class Maintenance:
             faults=faults,
             quarantined=place,
         )
-
-    def _faults(self, found: Published) -> Iterator[str]:
-        try:
-            with self._open_generation(found) as folder:
-                certificate = self._folder.read_certificate(folder.fd, found.artifact_id, found.generation)
-                yield from self._file_faults(found, folder.fd, certificate)
-        except ArtifactError as error:
-            yield f"{error.fault}: {error}"
-
-    def _file_faults(self, found: Published, folder: int, certificate: Certificate) -> Iterator[str]:
-        known = {file.path for file in certificate.files} | {CERTIFICATE, LEASE_LOCK}
-        if not os.path.lexists(found.path / LEASE_LOCK):
-            yield f"{ArtifactFault.FILE_MISSING}: the lease lock is missing, in {found.path / LEASE_LOCK}"
-        for path, _, _ in walk_files(found.path):
-            if path not in known:
-                yield f"{ArtifactFault.FILE_EXTRA}: not in the certificate, in {found.path / path}"
-        for file in certificate.files:
-            label = str(found.path / file.path)
-            try:
-                with open_certified(self._folder.files, folder, file, label=label) as target:
-                    check_digest(self._folder.files, target.fd, file, label=label, verified=VerifiedFiles())
-            except ArtifactError as error:
-                yield f"{error.fault}: {error}"
 
     def _collect(self, found: Published) -> bool:
         if not found.superseded or found.pinned:

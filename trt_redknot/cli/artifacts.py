@@ -1,4 +1,4 @@
-"""`artifacts ls|inspect|verify|gc|rm|pin|unpin|stat`: what people do to an artifact store."""
+"""`artifacts build|ls|inspect|verify|gc|rm|pin|unpin|stat`: what people do to an artifact store."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import click
 from rich.table import Table
 
-from trt_redknot.artifacts.maintenance import Listed, Verdict
+from trt_redknot.artifacts.records import Listed, Verdict
 from trt_redknot.artifacts.store import ArtifactStore
+from trt_redknot.cli.artifacts_build import build
 from trt_redknot.cli.output import Output
 
 _UNSOUND = 1
@@ -21,7 +22,10 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @click.group()
 def artifacts() -> None:
-    """Look after the artifacts of a store."""
+    """Build the artifacts of a store and look after them."""
+
+
+artifacts.add_command(build)
 
 
 def store_options(command: Callable[..., None]) -> Callable[..., None]:

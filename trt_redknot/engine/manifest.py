@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from trt_redknot.artifacts.formats import ArtifactFormat
-from trt_redknot.config.geometry import AttentionKind, ModelGeometry, RopeGeometry, RouterKind
+from trt_redknot.config.documents import read_json_object, validated_json
+from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
-from trt_redknot.digests import digest_file
-from trt_redknot.errors import EngineError
+from trt_redknot.digests import digest_file, digest_json
+from trt_redknot.errors import ConfigError, EngineError
 
 MANIFEST = "engine.json"
 FORMAT_VERSION = 1
 _MANIFEST_LIMIT = 64 * 2**20
+
+_REBUILD = "Build the engine again with build_engine.py."
 
 # float64 is for verification: rounding then decides no near tie of a router or of the Indexer.
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,8 +79,20 @@ class EngineManifest(_Strict):
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    @property
+    def digest(self) -> str:
+        """Of all fields; stands in engine.json beside them, so that no value changes unseen."""
+        return digest_json(self.model_dump(mode="json"))
+
     def encode(self) -> bytes:
-        return (json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n").encode()
+        content = {**self.model_dump(mode="json"), "digest": self.digest}
+        return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
+
+
+def weight_files(rank: int, layers: int) -> tuple[str, ...]:
+    """Paths of what a rank loads: one file a layer, then the tensors outside the layers."""
+    names = [*(f"layer-{layer:04d}" for layer in range(layers)), "shared"]
+    return tuple(f"rank-{rank:04d}/{name}.safetensors" for name in names)
 
 
 def geometry_to_json(geometry: ModelGeometry) -> dict[str, object]:
@@ -88,18 +103,18 @@ def geometry_to_json(geometry: ModelGeometry) -> dict[str, object]:
 def geometry_from_json(data: dict[str, object], path: Path) -> ModelGeometry:
     """Raises EngineError where the fields are not those of a geometry."""
     try:
-        fields = dict(data)
-        for name in ("rope_sliding", "rope_compressed"):
-            fields[name] = RopeGeometry(**fields[name])  # type: ignore[arg-type]
-        fields["attention_kinds"] = tuple(AttentionKind(kind) for kind in fields["attention_kinds"])  # type: ignore[attr-defined]
-        fields["router_kinds"] = tuple(RouterKind(kind) for kind in fields["router_kinds"])  # type: ignore[attr-defined]
-        fields["stop_tokens"] = tuple(fields["stop_tokens"])  # type: ignore[arg-type]
-        return ModelGeometry(**fields)  # type: ignore[arg-type]
-    except (TypeError, ValueError, KeyError) as error:
-        raise EngineError("the manifest's geometry is ill-formed", found=error, path=path, remedy=_REBUILD) from error
-
-
-_REBUILD = "Build the engine again with build_engine.py."
+        geometry = TypeAdapter(ModelGeometry).validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise EngineError(
+            f"manifest key 'geometry.{key}' is wrong: {first['msg']}", found=repr(first["input"])[:80], path=path,
+            remedy=_REBUILD,
+        ) from error  # fmt: skip
+    unknown = sorted(data.keys() - geometry_to_json(geometry).keys())
+    if unknown:
+        raise EngineError(f"manifest key 'geometry.{unknown[0]}' is unknown", path=path, remedy=_REBUILD)
+    return geometry
 
 
 def read_manifest(directory: Path) -> tuple[EngineManifest, ModelGeometry]:
@@ -111,36 +126,41 @@ def read_manifest(directory: Path) -> tuple[EngineManifest, ModelGeometry]:
     path = directory / MANIFEST
     if not path.is_file():
         raise EngineError("this is not an engine directory", expected=MANIFEST, path=directory, remedy=_REBUILD)
-    try:
-        if path.stat().st_size > _MANIFEST_LIMIT:
-            raise EngineError("the manifest is too large", found=f"{path.stat().st_size} bytes", path=path)
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise EngineError("the manifest cannot be read", found=error, path=path, remedy=_REBUILD) from error
-    version = data.get("format_version") if isinstance(data, dict) else None
+    data = read_json_object(path, limit=_MANIFEST_LIMIT, error=EngineError)
+    version = data.get("format_version")
     if version != FORMAT_VERSION:
         raise EngineError(
             "the manifest has another format version", expected=FORMAT_VERSION, found=version, path=path, remedy=_REBUILD
         )
+    stated = data.pop("digest", None)
     try:
         # JSON mode: the profile is strict, and in JSON a tuple is a list and a key a string.
-        manifest = EngineManifest.model_validate_json(json.dumps(data))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise EngineError(
-            f"manifest key {key!r} is wrong: {first['msg']}", path=path, remedy=_REBUILD
-        ) from error
+        manifest = validated_json(EngineManifest, data, path)
+    except ConfigError as error:
+        raise EngineError(f"the manifest is ill-formed: {error.problem}", path=path, remedy=_REBUILD) from error
     geometry = geometry_from_json(manifest.geometry, path)
+    _check_consistent(manifest, geometry, stated, path)
+    return manifest, geometry
+
+
+def _check_consistent(manifest: EngineManifest, geometry: ModelGeometry, digest: object, path: Path) -> None:
+    try:
+        manifest.profile.check(geometry)
+    except ConfigError as error:
+        raise EngineError(
+            f"manifest key 'profile' contradicts the geometry: {error.problem}", expected=error.expected,
+            found=error.found, path=path, remedy=_REBUILD,
+        ) from error  # fmt: skip
     for name, stated, actual in (
         ("geometry_digest", manifest.geometry_digest, geometry.digest),
         ("profile_digest", manifest.profile_digest, manifest.profile.digest),
         ("ranks", [rank.rank for rank in manifest.ranks], list(range(manifest.tp_size))),
+        ("digest", digest, manifest.digest),
     ):
         if stated != actual:
-            raise EngineError(f"manifest key {name!r} contradicts the rest", expected=actual, found=stated, path=path)
-    manifest.profile.check(geometry)
-    return manifest, geometry
+            raise EngineError(
+                f"manifest key {name!r} contradicts the rest", expected=actual, found=stated, path=path, remedy=_REBUILD
+            )
 
 
 def check_files(directory: Path, files: tuple[EngineFile, ...], *, digests: bool) -> None:
@@ -157,8 +177,9 @@ def check_files(directory: Path, files: tuple[EngineFile, ...], *, digests: bool
             raise EngineError(
                 "a file of the engine has another size", expected=file.bytes, found=size, path=path, remedy=_REBUILD
             )
-        if digests and digest_file(path) != file.digest:
+        found = digest_file(path) if digests else file.digest
+        if found != file.digest:
             raise EngineError(
-                "a file of the engine has other content than when it was built", expected=file.digest,
-                found=digest_file(path), path=path, remedy=_REBUILD,
+                "a file of the engine has other content than when it was built", expected=file.digest, found=found,
+                path=path, remedy=_REBUILD,
             )  # fmt: skip

@@ -54,7 +54,9 @@ struct Shared {
   float2 alpha[T::kSplit ? T::kTiles : 1][4];
   float2 peak[T::kSplit ? T::kTiles : 1][4];
   RunTable table;
-  int32_t row_position[kMaxUnitRows];
+  int32_t row_position[kMaxUnitRows], row_visible[kMaxUnitRows];
+  int32_t row_first[kMaxUnitRows], row_last[kMaxUnitRows];  // segments
+  Group group;  // rows that share the keys being read
   int32_t list[kMaxSelected];
 };
 
@@ -68,8 +70,8 @@ class Worker {
   __device__ __forceinline__ void run() {
     start();
     for (int begin = 0; begin < unit_.rows;) {
-      Group const group = group_at(begin);
-      enter(group);
+      enter(begin);
+      Group const& group = shared_.group;
       for (int next = group.first_segment; next < group.last_segment;) {
         build_runs<T::kWarps>(shared_.table, shared_.list, op_, group, unit_.row, next, warp_, lane_);
         walk();
@@ -87,14 +89,14 @@ class Worker {
   static constexpr int kN = T::kTiles;
   static constexpr int kC = T::kChunks;
   static constexpr int kO = T::kOwned;
+  static constexpr int kTogether = kN == 1 ? T::kParts : 1;  // 16-key parts scored side by side
+  static constexpr int kChains = kN == 1 ? 2 : 1;
 
   SegLatentAttentionParams const& op_;
   Shared<T>& shared_;
   Unit const unit_;
   int const lane_, warp_, g_, t_;
 
-  int position_, visible_, first_segment_, last_segment_;  // of row `lane` of the unit
-  Group group_;                                   // rows that share the keys being read
   uint32_t q_[kC][4][kN][2];
   float o_[kC][4][kN][4];
   float peak_[kO][2], sum_[kO][2];                // log2 units; sums of this thread's keys
@@ -135,14 +137,13 @@ class Worker {
   }
 
   __device__ __forceinline__ void start();
-  __device__ __forceinline__ Group group_at(int begin) const;
-  __device__ __forceinline__ void enter(Group const& group);
+  __device__ __forceinline__ void enter(int begin);
   __device__ __forceinline__ void walk();
   __device__ __forceinline__ void load(int& run, int& offset, int stage);
   __device__ __forceinline__ void rotate_queries();
   __device__ __forceinline__ void fold();
   __device__ __forceinline__ void attend(Run const& run, int offset, uint32_t tile);
-  __device__ __forceinline__ void score(uint32_t tile, int part, float (&s)[kN][4]) const;
+  __device__ __forceinline__ void score(uint32_t tile, float (&s)[kTogether][kN][4]) const;
   __device__ __forceinline__ void mask(Run const& run, int offset, float (&s)[kO][T::kParts][4]) const;
   __device__ __forceinline__ void read_scales(uint32_t tile);
   __device__ __forceinline__ void accumulate(uint32_t tile, int part, uint32_t const (&p16)[kN][2],
@@ -154,11 +155,12 @@ template <typename T>
 __device__ __forceinline__ void Worker<T>::start() {
   bool const mine = lane_ < unit_.rows;
   int64_t const row = unit_.row + (mine ? lane_ : 0);
-  position_ = narrow(__ldg(op_.positions + row));
-  visible_ = narrow(__ldg(op_.visible + row));
-  first_segment_ = static_cast<int>(max(int64_t{0}, __ldg(op_.row_segments + 2 * row)));
-  last_segment_ = static_cast<int>(min(int64_t{op_.segment_count}, __ldg(op_.row_segments + 2 * row + 1)));
-  if (warp_ == 0 && mine) shared_.row_position[lane_] = position_;
+  if (warp_ == 0 && mine) {
+    shared_.row_position[lane_] = narrow(__ldg(op_.positions + row));
+    shared_.row_visible[lane_] = narrow(__ldg(op_.visible + row));
+    shared_.row_first[lane_] = static_cast<int>(max(int64_t{0}, __ldg(op_.row_segments + 2 * row)));
+    shared_.row_last[lane_] = static_cast<int>(min(int64_t{op_.segment_count}, __ldg(op_.row_segments + 2 * row + 1)));
+  }
 #pragma unroll
   for (int c = 0; c < kC; ++c) {
 #pragma unroll
@@ -205,28 +207,29 @@ __device__ __forceinline__ void Worker<T>::start() {
   __syncthreads();
 }
 
+// Warp 0: the rows from `begin` on that share a sequence, and the windows they have.
 template <typename T>
-__device__ __forceinline__ Group Worker<T>::group_at(int begin) const {
-  Group group;
-  group.begin = begin;
-  group.first_segment = __shfl_sync(~0u, first_segment_, begin);
-  group.last_segment = __shfl_sync(~0u, last_segment_, begin);
-  bool const other = lane_ >= unit_.rows ||
-                     (lane_ > begin && (first_segment_ != group.first_segment || last_segment_ != group.last_segment));
-  unsigned const others = __ballot_sync(~0u, other) & ~((2u << begin) - 1);
-  group.end = others != 0 ? __ffs(others) - 1 : 32;
-  bool const mine = lane_ >= begin && lane_ < group.end;
-  group.lowest_position = __reduce_min_sync(~0u, mine ? position_ : INT32_MAX);
-  group.highest_position = __reduce_max_sync(~0u, mine ? position_ : INT32_MIN);
-  group.least_visible = __reduce_min_sync(~0u, mine ? visible_ : INT32_MAX);
-  group.most_visible = __reduce_max_sync(~0u, mine ? visible_ : INT32_MIN);
-  return group;
-}
-
-template <typename T>
-__device__ __forceinline__ void Worker<T>::enter(Group const& group) {
-  group_ = group;
-  if (warp_ == 0) build_windows(shared_.table, group, position_, op_.window, lane_);
+__device__ __forceinline__ void Worker<T>::enter(int begin) {
+  if (warp_ == 0) {
+    int const row = min(lane_, unit_.rows - 1);
+    int const position = shared_.row_position[row], visible = shared_.row_visible[row];
+    Group group;
+    group.begin = begin;
+    group.first_segment = shared_.row_first[begin];
+    group.last_segment = shared_.row_last[begin];
+    bool const other = lane_ >= unit_.rows || (lane_ > begin && (shared_.row_first[row] != group.first_segment ||
+                                                                 shared_.row_last[row] != group.last_segment));
+    unsigned const others = __ballot_sync(~0u, other) & ~((2u << begin) - 1);
+    group.end = others != 0 ? __ffs(others) - 1 : 32;
+    bool const mine = lane_ >= begin && lane_ < group.end;
+    group.lowest_position = __reduce_min_sync(~0u, mine ? position : INT32_MAX);
+    group.highest_position = __reduce_max_sync(~0u, mine ? position : INT32_MIN);
+    group.least_visible = __reduce_min_sync(~0u, mine ? visible : INT32_MAX);
+    group.most_visible = __reduce_max_sync(~0u, mine ? visible : INT32_MIN);
+    build_windows(shared_.table, group, position, op_.window, lane_);
+    if (lane_ == 0) shared_.group = group;
+  }
+  __syncthreads();
 }
 
 // Issues the copies of the next tile, if there is one, and commits them as one group either way.
@@ -240,11 +243,20 @@ __device__ __forceinline__ void Worker<T>::load(int& run_index, int& offset, int
     auto const* pool = static_cast<uint8_t const*>(run.source == Source::kWindow ? op_.latents : op_.entries);
     uint32_t const tile = ptx::shared_address(shared_.tiles[stage]);
     constexpr int kOwn = T::kKeys / kW;
+    // Every shuffle before the first copy: volatile instructions keep their order, and each copy would wait for its own.
+    int rows[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) rows[i] = __shfl_sync(~0u, row, warp_ * kOwn + i);
+    int const third = lane_ / 9, byte = 512 + 8 * (lane_ - 9 * third);
+    int tails[(kOwn + 2) / 3];
+    if constexpr (T::kPacked) {
+#pragma unroll
+      for (int i = 0; i < kOwn; i += 3) tails[i / 3] = __shfl_sync(~0u, row, warp_ * kOwn + min(i + third, kOwn - 1));
+    }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      int const key = warp_ * kOwn + i;
-      uint8_t const* from = pool + int64_t{__shfl_sync(~0u, row, key)} * T::kRowBytes;
-      uint32_t const to = tile + key * T::kStride;
+      uint8_t const* from = pool + int64_t{rows[i]} * T::kRowBytes;
+      uint32_t const to = tile + (warp_ * kOwn + i) * T::kStride;
       if constexpr (T::kPacked) {
         ptx::copy_async_8(to + 8 * lane_, from + 8 * lane_);
         ptx::copy_async_8(to + 256 + 8 * lane_, from + 256 + 8 * lane_);
@@ -255,12 +267,11 @@ __device__ __forceinline__ void Worker<T>::load(int& run_index, int& offset, int
     }
     if constexpr (T::kPacked) {
       // The last 72 bytes of three rows at a time: nine lanes a row.
-      int const third = lane_ / 9, byte = 512 + 8 * (lane_ - 9 * third);
 #pragma unroll
       for (int i = 0; i < kOwn; i += 3) {
-        int const key = warp_ * kOwn + min(i + third, kOwn - 1);
-        uint8_t const* from = pool + int64_t{__shfl_sync(~0u, row, key)} * T::kRowBytes;
-        if (third < 3 && i + third < kOwn) ptx::copy_async_8(tile + key * T::kStride + byte, from + byte);
+        uint8_t const* from = pool + int64_t{tails[i / 3]} * T::kRowBytes;
+        uint32_t const to = tile + (warp_ * kOwn + i + third) * T::kStride;
+        if (third < 3 && i + third < kOwn) ptx::copy_async_8(to + byte, from + byte);
       }
     }
     offset += T::kKeys;
@@ -368,52 +379,90 @@ __device__ __forceinline__ void Worker<T>::fold() {
   }
 }
 
-// This warp's part of the scores of 16 keys and all columns.
+// This warp's part of the scores of kTogether x 16 keys and all columns. The fragments of the next step are on their way
+// while those of this one are multiplied, and steps alternate between sums: each chain of products stays short.
 template <typename T>
-__device__ __forceinline__ void Worker<T>::score(uint32_t tile, int part, float (&s)[kN][4]) const {
-  uint32_t const base = tile + part * 16 * T::kStride + (lane_ % 16) * T::kStride + (lane_ / 16) * 16;
-  uint32_t const scales = tile + (part * 16 + g_) * T::kStride + kLatentScaleOffset + warp_ * kC;
+__device__ __forceinline__ void Worker<T>::score(uint32_t tile, float (&s)[kTogether][kN][4]) const {
+  uint32_t const base = tile + (lane_ % 16) * T::kStride + (lane_ / 16) * 16;
+  uint32_t const scales = tile + g_ * T::kStride + kLatentScaleOffset + warp_ * kC;
 #pragma unroll
-  for (int n = 0; n < kN; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
+  for (int p = 0; p < kTogether; ++p) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) s[p][n][0] = s[p][n][1] = s[p][n][2] = s[p][n][3] = 0;
+  }
 #pragma unroll
   for (int c = 0; c < kC; ++c) {
     uint32_t const at = base + chunk_bytes(c);
     if (is_wide(c)) {
+      uint32_t a[4][kTogether][4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        uint32_t a[4];
-        ptx::load_matrices(a, at + 32 * j);
 #pragma unroll
-        for (int n = 0; n < kN; ++n) ptx::mma_bf16(s[n], a[0], a[1], a[2], a[3], q_[c][j][n][0], q_[c][j][n][1]);
+        for (int p = 0; p < kTogether; ++p) ptx::load_matrices(a[j][p], at + p * 16 * T::kStride + 32 * j);
       }
-    } else {
-      float x[kN][4];
 #pragma unroll
-      for (int n = 0; n < kN; ++n) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0;
+      for (int j = 0; j < 4; ++j) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint32_t a[4];
-        ptx::load_matrices(a, at + 32 * half);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          uint32_t const a0 = ptx::e4m3_to_f16(static_cast<uint16_t>(a[2 * j])),
-                         a1 = ptx::e4m3_to_f16(static_cast<uint16_t>(a[2 * j + 1])),
-                         a2 = ptx::e4m3_to_f16(static_cast<uint16_t>(a[2 * j] >> 16)),
-                         a3 = ptx::e4m3_to_f16(static_cast<uint16_t>(a[2 * j + 1] >> 16));
+        for (int p = 0; p < kTogether; ++p) {
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
-            ptx::mma_f16(x[n], a0, a1, a2, a3, q_[c][2 * half + j][n][0], q_[c][2 * half + j][n][1]);
+            ptx::mma_bf16(s[p][n], a[j][p][0], a[j][p][1], a[j][p][2], a[j][p][3], q_[c][j][n][0], q_[c][j][n][1]);
           }
         }
       }
-      float const low = ptx::power_of_two(ptx::load_byte(scales + c)),
-                  high = ptx::power_of_two(ptx::load_byte(scales + c + 8 * T::kStride));
+    } else {
+      uint32_t a[2][kTogether][4];
+      int low[kTogether], high[kTogether];
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        s[n][0] += x[n][0] * low;
-        s[n][1] += x[n][1] * low;
-        s[n][2] += x[n][2] * high;
-        s[n][3] += x[n][3] * high;
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int p = 0; p < kTogether; ++p) ptx::load_matrices(a[half][p], at + p * 16 * T::kStride + 32 * half);
+      }
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) {
+        low[p] = ptx::load_byte(scales + p * 16 * T::kStride + c);
+        high[p] = ptx::load_byte(scales + (p * 16 + 8) * T::kStride + c);
+      }
+      float x[kTogether][kChains][kN][4];
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) {
+#pragma unroll
+        for (int chain = 0; chain < kChains; ++chain) {
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+            x[p][chain][n][0] = x[p][chain][n][1] = x[p][chain][n][2] = x[p][chain][n][3] = 0;
+          }
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+          for (int p = 0; p < kTogether; ++p) {
+            uint32_t const(&f)[4] = a[half][p];
+            uint32_t const a0 = ptx::e4m3_to_f16(static_cast<uint16_t>(f[2 * j])),
+                           a1 = ptx::e4m3_to_f16(static_cast<uint16_t>(f[2 * j + 1])),
+                           a2 = ptx::e4m3_to_f16(static_cast<uint16_t>(f[2 * j] >> 16)),
+                           a3 = ptx::e4m3_to_f16(static_cast<uint16_t>(f[2 * j + 1] >> 16));
+#pragma unroll
+            for (int n = 0; n < kN; ++n) {
+              ptx::mma_f16(x[p][j % kChains][n], a0, a1, a2, a3, q_[c][2 * half + j][n][0], q_[c][2 * half + j][n][1]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) {
+        float const scale[2] = {ptx::power_of_two(low[p]), ptx::power_of_two(high[p])};
+#pragma unroll
+        for (int chain = 0; chain < kChains; ++chain) {
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[p][n][i] += x[p][chain][n][i] * scale[i / 2];
+          }
+        }
       }
     }
   }
@@ -424,18 +473,19 @@ template <typename T>
 __device__ __forceinline__ void Worker<T>::mask(Run const& run, int offset, float (&s)[kO][T::kParts][4]) const {
   int const first = run.x0 + offset, end = run.x0 + run.count;
   bool const window = run.source == Source::kWindow, selected = run.source == Source::kSelected;
-  int const least = window ? group_.highest_position - op_.window + 1 : INT32_MIN;
+  Group const& group = shared_.group;
+  int const least = window ? group.highest_position - op_.window + 1 : INT32_MIN;
   // Selected keys were checked one by one when the list was made.
-  int const most = min(end, selected ? INT32_MAX : window ? group_.lowest_position + 1 : group_.least_visible);
-  bool const whole_unit = group_.begin == 0 && group_.end == unit_.rows;
+  int const most = min(end, selected ? INT32_MAX : window ? group.lowest_position + 1 : group.least_visible);
+  bool const whole_unit = group.begin == 0 && group.end == unit_.rows;
   if (whole_unit && first >= least && first + T::kKeys <= most) return;
 #pragma unroll
   for (int o = 0; o < kO; ++o) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const row = row_of(8 * owned(o) + 2 * t_ + i);
-      bool const inside = row >= group_.begin && row < group_.end;
-      int const position = __shfl_sync(~0u, position_, max(row, 0)), visible = __shfl_sync(~0u, visible_, max(row, 0));
+      bool const inside = row >= group.begin && row < group.end;
+      int const position = shared_.row_position[max(row, 0)], visible = shared_.row_visible[max(row, 0)];
       int const low = window ? position - op_.window + 1 : INT32_MIN;
       int const high = !inside ? INT32_MIN : min(end, selected ? INT32_MAX : window ? position + 1 : visible);
 #pragma unroll
@@ -515,14 +565,20 @@ __device__ __forceinline__ void Worker<T>::accumulate(uint32_t tile, int part, u
   for (int c = 0; c < kC; ++c) {
     uint32_t const at = base + chunk_bytes(c);
     if (is_wide(c)) {
+      uint32_t a[4][4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) ptx::load_matrices_transposed(a[j], at + 32 * j);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        uint32_t a[4];
-        ptx::load_matrices_transposed(a, at + 32 * j);
 #pragma unroll
-        for (int n = 0; n < kN; ++n) ptx::mma_bf16(o_[c][j][n], a[0], a[2], a[1], a[3], p_bf16[n][0], p_bf16[n][1]);
+        for (int n = 0; n < kN; ++n) {
+          ptx::mma_bf16(o_[c][j][n], a[j][0], a[j][2], a[j][1], a[j][3], p_bf16[n][0], p_bf16[n][1]);
+        }
       }
     } else {
+      uint32_t a[2][4];
+      ptx::load_matrices_transposed(a[0], at);
+      ptx::load_matrices_transposed(a[1], at + 32);
       uint2 const scale = *reinterpret_cast<uint2 const*>(&shared_.scales[warp_][(c * T::kParts + part) * 16 + 4 * t_]);
       uint32_t p[kN][2];
 #pragma unroll
@@ -532,12 +588,10 @@ __device__ __forceinline__ void Worker<T>::accumulate(uint32_t tile, int part, u
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint32_t a[4];
-        ptx::load_matrices_transposed(a, at + 32 * half);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           // Bytes (key 2t: channel 2g, 2g + 1), (key 2t + 1: the same) become two channels of two keys.
-          uint32_t const x = __byte_perm(a[2 * j], 0, 0x3120), y = __byte_perm(a[2 * j + 1], 0, 0x3120);
+          uint32_t const x = __byte_perm(a[half][2 * j], 0, 0x3120), y = __byte_perm(a[half][2 * j + 1], 0, 0x3120);
           uint32_t const a0 = ptx::e4m3_to_f16(static_cast<uint16_t>(x)),
                          a1 = ptx::e4m3_to_f16(static_cast<uint16_t>(x >> 16)),
                          a2 = ptx::e4m3_to_f16(static_cast<uint16_t>(y)),
@@ -553,11 +607,16 @@ __device__ __forceinline__ void Worker<T>::accumulate(uint32_t tile, int part, u
 template <typename T>
 __device__ __forceinline__ void Worker<T>::attend(Run const& run, int offset, uint32_t tile) {
 #pragma unroll
-  for (int part = 0; part < T::kParts; ++part) {
-    float s[kN][4];
-    score(tile, part, s);
+  for (int part = 0; part < T::kParts; part += kTogether) {
+    float mine[kTogether][kN][4];
+    score(tile + part * 16 * T::kStride, mine);
 #pragma unroll
-    for (int n = 0; n < kN; ++n) shared_.partial[n][part][warp_][lane_] = {s[n][0], s[n][1], s[n][2], s[n][3]};
+    for (int p = 0; p < kTogether; ++p) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        shared_.partial[n][part + p][warp_][lane_] = {mine[p][n][0], mine[p][n][1], mine[p][n][2], mine[p][n][3]};
+      }
+    }
   }
   if constexpr (T::kPacked) read_scales(tile);
   __syncthreads();

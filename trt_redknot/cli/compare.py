@@ -1,0 +1,83 @@
+"""The command behind `run/compare.py`: one question about documents, answered in both arms, as a table and a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+import click
+
+from trt_redknot.artifacts.store import ArtifactStore
+from trt_redknot.cli.documents import find_documents, read_document
+from trt_redknot.cli.output import Output
+from trt_redknot.config.policy import ReusePolicy
+from trt_redknot.engine.engine import Engine
+from trt_redknot.engine.response import Response
+from trt_redknot.engine.tokenizer import EngineTokenizer
+from trt_redknot.reports.page import ArmText, PageInput, render_page, write_page
+from trt_redknot.reports.tables import arms_table
+from trt_redknot.request.request import Artifact, Request, Tokens
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+
+def compare_command(comm: Intracomm | None) -> click.Command:
+    """The click command of one rank."""
+
+    @click.command(
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+        epilog="""\b
+Example:
+  mpirun -n 2 python -m mpi4py run/compare.py --engine engine --store store --question "Which limit holds?" documents/
+""",
+    )
+    @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+    @click.option("--engine", "engine_dir", type=click.Path(path_type=Path), required=True, help="Engine folder.")
+    @click.option("--store", "store_dir", type=click.Path(path_type=Path), required=True, help="Artifact store.")
+    @click.option("--namespace", default="default", show_default=True, help="Tenant of the store.")
+    @click.option("--question", required=True, help="What is asked after the documents.")
+    @click.option("--budget", type=click.FloatRange(0, 1), default=0.10, show_default=True)
+    @click.option("--tau", type=click.FloatRange(0, 1, min_open=True), help="Adaptive fanout threshold.")
+    @click.option("--epilogue", type=click.Choice(["full", "active"]), default="full", show_default=True)
+    @click.option("--max-new-tokens", type=click.IntRange(1), default=16, show_default=True)
+    @click.option("--page", type=click.Path(path_type=Path), help="Write the row map and ledgers to this HTML file.")
+    def command(
+        paths: tuple[Path, ...], engine_dir: Path, store_dir: Path, namespace: str, question: str, budget: float,
+        tau: float | None, epilogue: str, max_new_tokens: int, page: Path | None,
+    ) -> None:  # fmt: skip
+        """Ask one question about documents with reuse and without, and show what was saved and what it changed."""
+        engine = Engine.open(engine_dir, comm)
+        out = Output(engine.collectives.rank)
+        tokenizer = EngineTokenizer(engine_dir)
+        store = ArtifactStore(store_dir, namespace=namespace)
+        documents = [read_document(path, tokenizer.encode) for path in find_documents(paths)]
+        policy = ReusePolicy(budget=budget, tau=tau, epilogue=cast('Literal["full", "active"]', epilogue))
+        segments: list[Artifact | Tokens] = [
+            Artifact(store.artifact_id(document.tokens, engine.identity), tokens=document.tokens)
+            for document in documents
+        ]
+        segments.append(Tokens(tokenizer.encode(question)))
+        reuse, recompute = (
+            engine.generate(Request(segments=segments, max_new_tokens=max_new_tokens, reuse=chosen), store=store)
+            for chosen in (policy, None)
+        )
+        texts = tuple(_arm_text(tokenizer, response) for response in (reuse, recompute))
+        out.show(arms_table([reuse, recompute], [text.text for text in texts]))
+        if page is not None and engine.collectives.rank == 0:
+            html = render_page(
+                PageInput(
+                    reuse=reuse, recompute=recompute, geometry=engine.geometry, profile=engine.manifest.profile,
+                    policy=policy, network=engine_dir.name, tp_size=engine.collectives.size,
+                    names=[document.path.stem for document in documents] + ["question"] if reuse.report.admitted else None,
+                    question=question, texts=(texts[0], texts[1]),
+                )
+            )  # fmt: skip
+            write_page(page, html)
+            out.note(f"page: {page}")
+
+    return command
+
+
+def _arm_text(tokenizer: EngineTokenizer, response: Response) -> ArmText:
+    return ArmText(text=tokenizer.decode(response.tokens), pieces=[tokenizer.decode([id_]) for id_ in response.tokens])

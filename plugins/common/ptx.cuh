@@ -58,11 +58,11 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Two e4m3 codes (low byte first) to two fp16 values, exactly.
-__device__ __forceinline__ uint32_t e4m3_to_f16(uint16_t codes) {
-  uint32_t values;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(values) : "h"(codes));
-  return values;
+// Four e4m3 codes (low byte first) to two pairs of fp16 values, exactly.
+__device__ __forceinline__ void e4m3_to_f16(uint32_t codes, uint32_t& low, uint32_t& high) {
+  asm("{\n\t.reg .b16 lo, hi;\n\tmov.b32 {lo, hi}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, lo;\n\tcvt.rn.f16x2.e4m3x2 %1, hi;\n\t}"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
 }
 
 __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
@@ -90,12 +90,26 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-__device__ __forceinline__ int load_byte(uint32_t shared) {
-  uint16_t byte;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=h"(byte) : "r"(shared) : "memory");
-  return byte;
+// 1, 2 or 4 bytes of shared memory, aligned to their number.
+template <int kBytes>
+__device__ __forceinline__ uint32_t load_bytes(uint32_t shared) {
+  static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4);
+  if constexpr (kBytes == 4) {
+    uint32_t word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(shared) : "memory");
+    return word;
+  }
+  uint16_t word;
+  if constexpr (kBytes == 2) {
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(shared) : "memory");
+  } else {
+    asm volatile("ld.shared.u8 %0, [%1];" : "=h"(word) : "r"(shared) : "memory");
+  }
+  return word;
 }
-// The value of a ue8m0 scale.
-__device__ __forceinline__ float power_of_two(int biased_exponent) { return __int_as_float(biased_exponent << 23); }
+// The value of the ue8m0 scale in one byte of a word.
+__device__ __forceinline__ float power_of_two(uint32_t word, int byte) {
+  return __uint_as_float(byte == 3 ? word >> 1 & 0x7f800000u : word << (23 - 8 * byte) & 0x7f800000u);
+}
 
 }  // namespace redknot::ptx

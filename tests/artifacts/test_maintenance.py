@@ -245,3 +245,29 @@ def test_rows_are_read_sparsely(tmp_path: Path) -> None:
         assert raw.untyped_storage().nbytes() == (lease.path / "common/streams.safetensors").stat().st_size
         rows = lease.rows(Part.STREAMS, None, torch.tensor([5, 5, 0]))
         assert torch.equal(rows, raw[torch.tensor([5, 5, 0])])
+
+
+def test_a_generation_that_lost_its_certificate_is_set_aside_by_verify(tmp_path: Path) -> None:
+    store, artifact_id, folder = built(tmp_path)
+    (folder / "certificate.json").unlink()
+    (verdict,) = store.verify(artifact_id)
+    assert verdict.faults[0].startswith(ArtifactFault.CERTIFICATE_MISSING)
+    assert verdict.quarantined is not None
+    assert not folder.exists()
+
+
+def test_listing_and_verifying_do_not_count_as_use(tmp_path: Path) -> None:
+    store, _, folder = built(tmp_path)
+    os.utime(folder / "lease.lock", (1000.0, 1000.0))
+    assert store.ls()[0].published.last_used == 1000.0
+    assert store.verify()[0].sound
+    assert store.ls()[0].published.last_used == 1000.0
+
+
+def test_inference_mode_changes_nothing(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        store, artifact_id, _ = built(tmp_path)
+        with store.open(artifact_id, rank=0) as lease:
+            inside = lease.tensor(Part.LATENTS, 1) * 2
+    with store.open(artifact_id, rank=0) as lease:
+        assert torch.equal(lease.tensor(Part.LATENTS, 1) * 2, inside)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
 
 import pytest
 from hypothesis import given
@@ -74,3 +76,20 @@ def test_a_terminal_gets_a_bar() -> None:
         advance(1)
     assert "2/2" in notes.getvalue()
     assert "[work]" in notes.getvalue()
+
+
+def test_a_terminal_without_a_size_is_a_launcher_and_gets_plain_text() -> None:
+    controller, follower = pty.openpty()
+    with os.fdopen(controller, "rb", buffering=0) as reader, os.fdopen(follower, "w", encoding="utf-8") as terminal:
+        assert terminal.isatty()
+        out = Output(stdout=terminal, stderr=terminal)
+        table = Table("a column " * 12)
+        table.add_row("value")
+        out.show(table)
+        with out.progress("work", 2) as advance:
+            advance(2)
+        terminal.flush()
+        text = reader.read(1 << 16).decode()
+    assert "\x1b" not in text
+    assert "a column a column" in text
+    assert "work: 2/2" in text

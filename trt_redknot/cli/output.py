@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,5 +86,14 @@ class _PlainProgress:
 
 
 def _console(file: TextIO) -> Console:
-    console = Console(file=file)
-    return console if console.is_terminal else Console(file=file, width=_PLAIN_WIDTH)
+    return Console(file=file) if _is_watched(file) else Console(file=file, width=_PLAIN_WIDTH, force_terminal=False)
+
+
+def _is_watched(file: TextIO) -> bool:
+    """Whether a person's terminal is behind `file`. mpirun gives its ranks a pseudo terminal without a size."""
+    if not file.isatty():
+        return False
+    try:
+        return os.get_terminal_size(file.fileno()).columns > 0
+    except (OSError, ValueError):
+        return True

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from trt_redknot.artifacts.agreement import agree
@@ -30,6 +31,7 @@ from trt_redknot.engine.manifest import (
     EngineManifest,
     EngineRank,
     geometry_to_json,
+    weight_files,
 )
 from trt_redknot.errors import EngineError, RedKnotError
 from trt_redknot.model.weights import split_heads
@@ -79,21 +81,22 @@ def build_torch_engine(
     digests: dict[str, str] = {}
     tokenizer: list[EngineFile] = []
     try:
-        rank = _write_rank(checkpoint, profile, staging, options, collectives, progress)
-        mine = even_split(len(checkpoint.content_files), collectives.size)[collectives.rank]
-        digests = checkpoint.content_digests(mine)
-        if collectives.rank == 0:
-            tokenizer = _copy_tokenizer(checkpoint.directory, staging)
-    except RedKnotError as failure:
-        error = failure
-    except OSError as failure:
-        error = _cannot_write(failure, staging)
-    try:
+        try:
+            rank = _write_rank(checkpoint, profile, staging, options, collectives, progress)
+            mine = even_split(len(checkpoint.content_files), collectives.size)[collectives.rank]
+            digests = checkpoint.content_digests(mine)
+            if collectives.rank == 0:
+                tokenizer = _copy_tokenizer(checkpoint.directory, staging)
+        except RedKnotError as failure:
+            error = failure
+        except OSError as failure:
+            error = _cannot_write(failure, staging)
         record = None if rank is None else rank.model_dump(mode="json")
         replies = agree(collectives, [record, digests, [file.model_dump() for file in tokenizer]], error)
         manifest = _manifest(checkpoint, profile, options, collectives.size, replies)
         agree(collectives, None, _publish(manifest, staging, output) if collectives.rank == 0 else None)
     finally:
+        # Also when this rank is interrupted; the others then end with the job.
         if collectives.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
     return manifest
@@ -128,17 +131,17 @@ def _write_rank(
     geometry, rank, size = checkpoint.geometry, collectives.rank, collectives.size
     # Checkpoints hold nothing wider than float32: a float64 engine widens what it loads.
     dtype = torch.float32 if options.dtype == "float64" else DTYPES[options.dtype]
-    folder = staging / f"rank-{rank:04d}"
-    folder.mkdir()
+    (staging / f"rank-{rank:04d}").mkdir()
     first_group = geometry.output_groups // size * rank
+    *layer_files, shared_file = weight_files(rank, geometry.layers)
     files = []
-    for layer in range(geometry.layers):
+    for layer, name in enumerate(layer_files):
         tensors = checkpoint.load_layer(layer, rank, size, dtype)
         tensors = split_heads(tensors, geometry, profile, layer, first_group)
-        files.append(_write(staging, folder / f"layer-{layer:04d}.safetensors", _widened(tensors, options)))
+        files.append(_write(staging, staging / name, _widened(tensors, options)))
         progress(layer + 1)
     shared = _widened(checkpoint.load_shared(rank, size, dtype), options)
-    files.append(_write(staging, folder / "shared.safetensors", shared))
+    files.append(_write(staging, staging / shared_file, shared))
     progress(geometry.layers + 1)
     return EngineRank(rank=rank, files=tuple(files))
 
@@ -150,7 +153,11 @@ def _widened(tensors: dict[str, torch.Tensor], options: BuildOptions) -> dict[st
 
 
 def _write(root: Path, path: Path, tensors: dict[str, torch.Tensor]) -> EngineFile:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        # The library has no OSError for a disk that is full or fails.
+        raise _cannot_write(error, path) from error
     return _record(root, path)
 
 
@@ -226,8 +233,9 @@ def _publish(manifest: EngineManifest, staging: Path, output: Path) -> RedKnotEr
     return None
 
 
-def _cannot_write(error: OSError, path: Path) -> EngineError:
+def _cannot_write(error: OSError | SafetensorError, path: Path) -> EngineError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     return EngineError(
-        f"the engine cannot be written: {error.strerror or error}", path=path,
+        f"the engine cannot be written: {reason}", path=path,
         remedy="Check free space and permissions of the output's folder.",
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
@@ -14,18 +15,19 @@ from safetensors.torch import load_file
 
 from trt_redknot.admission.admit import Admission, admit
 from trt_redknot.admission.recompute import document_tokens
+from trt_redknot.artifacts.agreement import agree
 from trt_redknot.artifacts.identity import ArtifactIdentity
 from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.collectives import Collectives, from_communicator
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.engine.context import RankContext
 from trt_redknot.engine.generate import Admitted, Generation
-from trt_redknot.engine.manifest import EngineManifest, check_files, read_manifest
+from trt_redknot.engine.manifest import MANIFEST, EngineManifest, check_files, read_manifest, weight_files
 from trt_redknot.engine.producer import Producer
 from trt_redknot.engine.response import Response
 from trt_redknot.engine.ropes import RopeTables
 from trt_redknot.engine.walk import LayerWalk
-from trt_redknot.errors import EngineError, RequestError
+from trt_redknot.errors import EngineError, RedKnotError, RequestError
 from trt_redknot.model.layers import Weights
 from trt_redknot.ops.reference.backend import ReferenceOps
 from trt_redknot.partition import even_split
@@ -84,32 +86,27 @@ class Engine:
             verify: compare the content of this rank's files with the manifest (sizes are always compared).
 
         Raises:
-            EngineError: no engine, altered, of another backend, or built for another number of ranks.
+            EngineError: no engine, altered, of another backend, built for another number of ranks, or not the same
+                one on every rank; on all ranks.
         """
         collectives = from_communicator(comm)
-        directory = Path(engine_dir)
-        manifest, geometry = read_manifest(directory)
-        if manifest.tp_size != collectives.size:
+        loaded: _Loaded | None = None
+        failure: RedKnotError | None = None
+        try:
+            loaded = _load_rank(Path(engine_dir), collectives.rank, collectives.size, verify=verify)
+        except RedKnotError as error:
+            failure = error
+        digests = agree(collectives, None if loaded is None else loaded.manifest.digest, failure)
+        assert loaded is not None
+        if len(set(digests)) > 1:
             raise EngineError(
-                "the engine was built for another number of ranks", expected=manifest.tp_size, found=collectives.size,
-                path=directory,
-                remedy=f"Start it with mpirun -n {manifest.tp_size} and hand in MPI.COMM_WORLD, or build it with --tp "
-                f"{collectives.size}.",
+                "the ranks opened different engines", expected=digests[0], found=sorted(set(map(str, digests))),
+                path=engine_dir, remedy="Give every rank the same engine directory, or a copy of it.",
             )  # fmt: skip
-        if manifest.backend != "torch":
-            raise EngineError(
-                "this engine needs a GPU machine with TensorRT", expected="backend torch", found=manifest.backend,
-                path=directory, remedy="Build one with build_engine.py --backend torch.",
-            )  # fmt: skip
-        check_files(directory, manifest.ranks[collectives.rank].files, digests=verify)
-        folder = directory / f"rank-{collectives.rank:04d}"
-        layers: list[Weights] = [_load(folder / f"layer-{layer:04d}.safetensors") for layer in range(geometry.layers)]
-        return cls(manifest, geometry, layers, _load(folder / "shared.safetensors"), collectives)
+        return cls(loaded.manifest, loaded.geometry, loaded.layers, loaded.shared, collectives)
 
     @torch.inference_mode()
-    def build_artifact(
-        self, store: ArtifactStore, token_ids: Sequence[int], *, rebuild: bool = False
-    ) -> str:
+    def build_artifact(self, store: ArtifactStore, token_ids: Sequence[int], *, rebuild: bool = False) -> str:
         """Compute a document once and keep what its layers produced. Returns its id; what is there already is found.
 
         Args:
@@ -168,7 +165,9 @@ class Engine:
         check_request(request, self.geometry)
         named = [part for part in request.segments if isinstance(part, Artifact)]
         if named and store is None:
-            raise RequestError("the request names artifacts but no store was given", remedy="Pass store=ArtifactStore(...).")
+            raise RequestError(
+                "the request names artifacts but no store was given", remedy="Pass store=ArtifactStore(...)."
+            )
         started = time.perf_counter()
         admission: Admission | None = None
         documents = []
@@ -193,8 +192,46 @@ class Engine:
             raise
         reuses = admission is not None and admission.admitted
         return Admitted(
-            request=request, layout=layout if reuses else layout.as_fresh(), admission=admission, admission_s=admission_s
+            request=request,
+            layout=layout if reuses else layout.as_fresh(),
+            admission=admission,
+            admission_s=admission_s,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """One rank's part of an engine directory."""
+
+    manifest: EngineManifest
+    geometry: ModelGeometry
+    layers: list[Weights]
+    shared: Weights
+
+
+def _load_rank(directory: Path, rank: int, size: int, *, verify: bool) -> _Loaded:
+    manifest, geometry = read_manifest(directory)
+    if manifest.tp_size != size:
+        raise EngineError(
+            "the engine was built for another number of ranks", expected=manifest.tp_size, found=size, path=directory,
+            remedy=f"Start it with mpirun -n {manifest.tp_size} and hand in MPI.COMM_WORLD, or build it with --tp "
+            f"{size}.",
+        )  # fmt: skip
+    if manifest.backend != "torch":
+        raise EngineError(
+            "this engine needs a GPU machine with TensorRT", expected="backend torch", found=manifest.backend,
+            path=directory, remedy="Build one with build_engine.py --backend torch.",
+        )  # fmt: skip
+    files = manifest.ranks[rank].files
+    needed = weight_files(rank, geometry.layers)
+    if tuple(file.path for file in files) != needed:
+        raise EngineError(
+            f"manifest key 'ranks.{rank}.files' does not list what the rank loads", expected=list(needed),
+            found=[file.path for file in files], path=directory / MANIFEST, remedy="Build the engine again.",
+        )  # fmt: skip
+    check_files(directory, (*files, *manifest.tokenizer_files), digests=verify)
+    *layers, shared = (_load(directory / name) for name in needed)
+    return _Loaded(manifest=manifest, geometry=geometry, layers=list(layers), shared=shared)
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:

@@ -21,6 +21,8 @@ MANIFEST = "engine.json"
 FORMAT_VERSION = 1
 _MANIFEST_LIMIT = 64 * 2**20
 
+# Plain names below the engine directory: no leading slash, no "..", no hidden file.
+_INSIDE = r"^[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*$"
 _REBUILD = "Build the engine again with build_engine.py."
 
 # float64 is for verification: rounding then decides no near tie of a router or of the Indexer.
@@ -34,7 +36,7 @@ class _Strict(BaseModel):
 class EngineFile(_Strict):
     """One file of the engine directory, by path relative to it."""
 
-    path: str
+    path: str = Field(pattern=_INSIDE, max_length=256)
     bytes: int = Field(ge=0)
     digest: str
 
@@ -130,7 +132,11 @@ def read_manifest(directory: Path) -> tuple[EngineManifest, ModelGeometry]:
     version = data.get("format_version")
     if version != FORMAT_VERSION:
         raise EngineError(
-            "the manifest has another format version", expected=FORMAT_VERSION, found=version, path=path, remedy=_REBUILD
+            "the manifest has another format version",
+            expected=FORMAT_VERSION,
+            found=version,
+            path=path,
+            remedy=_REBUILD,
         )
     stated = data.pop("digest", None)
     try:
@@ -169,7 +175,10 @@ def check_files(directory: Path, files: tuple[EngineFile, ...], *, digests: bool
     for file in files:
         path = directory / file.path
         if not path.resolve().is_relative_to(root):
-            raise EngineError("the manifest names a file outside the engine directory", found=file.path, path=directory)
+            raise EngineError(
+                "a file of the engine is a link to outside of the engine directory", found=path.resolve(), path=path,
+                remedy=_REBUILD,
+            )  # fmt: skip
         if not path.is_file():
             raise EngineError("a file of the engine is missing", path=path, remedy=_REBUILD)
         size = path.stat().st_size
@@ -177,9 +186,16 @@ def check_files(directory: Path, files: tuple[EngineFile, ...], *, digests: bool
             raise EngineError(
                 "a file of the engine has another size", expected=file.bytes, found=size, path=path, remedy=_REBUILD
             )
-        found = digest_file(path) if digests else file.digest
+        found = _digest(path) if digests else file.digest
         if found != file.digest:
             raise EngineError(
                 "a file of the engine has other content than when it was built", expected=file.digest, found=found,
                 path=path, remedy=_REBUILD,
             )  # fmt: skip
+
+
+def _digest(path: Path) -> str:
+    try:
+        return digest_file(path)
+    except OSError as error:
+        raise EngineError(f"a file of the engine cannot be read: {error.strerror or error}", path=path) from error

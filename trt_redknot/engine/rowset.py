@@ -88,7 +88,9 @@ class RowSet:
         return min(max(0, self.full_rows - chunk.rows.start), chunk.rows.stop - chunk.rows.start)
 
 
-def redistribute(collectives: Collectives, own: torch.Tensor, old: RowSet, new: RowSet) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+def redistribute(
+    collectives: Collectives, own: torch.Tensor, old: RowSet, new: RowSet
+) -> tuple[torch.Tensor, NDArray[np.bool_]]:
     """Move own rows of one row set of a single sequence to the owners of another.
 
     Returns the new own rows [own of new, ...] and which of them came from the old set; the others are left as zeros for the

@@ -26,22 +26,22 @@ inline constexpr int kScaleSlack = 3;
 
 template <int kTiles_, bool kPacked_>
 struct Traits {
-  static constexpr int kWarps = 4;
   static constexpr int kTiles = kTiles_;  // tiles of 8 columns
+  static constexpr int kWarps = kTiles == 1 ? 2 : 4;
   static constexpr bool kPacked = kPacked_;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kColumns = 8 * kTiles;
   static constexpr bool kSplit = kTiles == kWarps;           // each warp owns the softmax of one tile
   static constexpr int kOwned = kSplit ? 1 : kTiles;         // tiles whose softmax a warp computes
-  static constexpr int kBlocksPerSm = kTiles == 1 ? 4 : kTiles == 2 ? 3 : 2;
-  static constexpr int kParts = !kPacked && kTiles < 4 ? 1 : 2;  // 16-key parts of a tile of keys
+  static constexpr int kBlocksPerSm = kTiles == 1 ? 6 : kTiles == 2 ? 3 : 2;
+  static constexpr int kParts = kTiles == 1 || (!kPacked && kTiles == 2) ? 1 : 2;  // 16-key parts of a tile of keys
   static constexpr int kKeys = 16 * kParts;
   static constexpr int kStages = kPacked && kTiles == 4 ? 3 : 2;
   static constexpr int kChunks = kBlocks / kWarps;  // 64-channel blocks of a warp
   static constexpr int kRowBytes = kPacked ? kPackedLatentBytes : 2 * kHeadDim;
   static constexpr int kStride = kPacked ? 592 : 1040;  // odd multiples of 16: ldmatrix without bank conflicts
   static constexpr int kLaneScales = kChunks > 1 ? kChunks / 2 : 1;
-  static_assert(kTiles == 1 || kTiles == 2 || kSplit);
+  static_assert(kTiles < kWarps || kSplit);
 };
 
 template <typename T>
@@ -68,17 +68,22 @@ class Worker {
         warp_(threadIdx.x / 32), g_(lane_ / 4), t_(lane_ % 4) {}
 
   __device__ __forceinline__ void run() {
-    start();
-    for (int begin = 0; begin < unit_.rows;) {
-      enter(begin);
-      Group const& group = shared_.group;
-      for (int next = group.first_segment; next < group.last_segment;) {
-        build_runs<T::kWarps>(shared_.table, shared_.list, op_, group, unit_.row, next, warp_, lane_);
-        walk();
-        next = shared_.table.next_segment;
-        __syncthreads();
+    load_rows();
+    enter(0);
+    build(shared_.group.first_segment);
+    load_queries();
+    for (;;) {
+      walk();
+      int const next = shared_.table.next_segment, last = shared_.group.last_segment, end = shared_.group.end;
+      __syncthreads();
+      if (next < last) {
+        build(next);
+      } else if (end < unit_.rows) {
+        enter(end);
+        build(shared_.group.first_segment);
+      } else {
+        break;
       }
-      begin = group.end;
     }
     fold();
     finish();
@@ -104,6 +109,7 @@ class Worker {
   int largest_[T::kLaneScales];                   // biased exponents, of the chunks this lane looks after
   int frame_ = 0;                                 // origin of the segment the rope channels are in
   bool in_segment_ = false;
+  int least_ = 0, most_ = 0;                      // first keys of tiles that need no mask
 
   __device__ __forceinline__ bool rope_warp() const { return warp_ == kW - 1; }
   __device__ __forceinline__ bool is_rope(int chunk) const { return chunk == kC - 1 && rope_warp(); }
@@ -136,7 +142,11 @@ class Worker {
            max(int64_t{0}, min(frame, op_.rope_positions - 1)) * (kRopeDim / 2);
   }
 
-  __device__ __forceinline__ void start();
+  __device__ __forceinline__ void build(int next) {
+    build_runs<T::kWarps>(shared_.table, shared_.list, op_, shared_.group, unit_.row, next, warp_, lane_);
+  }
+  __device__ __forceinline__ void load_rows();
+  __device__ __forceinline__ void load_queries();
   __device__ __forceinline__ void enter(int begin);
   __device__ __forceinline__ void walk();
   __device__ __forceinline__ void load(int& run, int& offset, int stage);
@@ -144,6 +154,7 @@ class Worker {
   __device__ __forceinline__ void fold();
   __device__ __forceinline__ void attend(Run const& run, int offset, uint32_t tile);
   __device__ __forceinline__ void score(uint32_t tile, float (&s)[kTogether][kN][4]) const;
+  __device__ __forceinline__ void bound(Run const& run);
   __device__ __forceinline__ void mask(Run const& run, int offset, float (&s)[kO][T::kParts][4]) const;
   __device__ __forceinline__ void read_scales(uint32_t tile);
   __device__ __forceinline__ void accumulate(uint32_t tile, int part, uint32_t const (&p16)[kN][2],
@@ -152,7 +163,7 @@ class Worker {
 };
 
 template <typename T>
-__device__ __forceinline__ void Worker<T>::start() {
+__device__ __forceinline__ void Worker<T>::load_rows() {
   bool const mine = lane_ < unit_.rows;
   int64_t const row = unit_.row + (mine ? lane_ : 0);
   if (warp_ == 0 && mine) {
@@ -161,6 +172,12 @@ __device__ __forceinline__ void Worker<T>::start() {
     shared_.row_first[lane_] = static_cast<int>(max(int64_t{0}, __ldg(op_.row_segments + 2 * row)));
     shared_.row_last[lane_] = static_cast<int>(min(int64_t{op_.segment_count}, __ldg(op_.row_segments + 2 * row + 1)));
   }
+  __syncthreads();
+}
+
+// This warp's slice of q, and everything that sums up from nothing.
+template <typename T>
+__device__ __forceinline__ void Worker<T>::load_queries() {
 #pragma unroll
   for (int c = 0; c < kC; ++c) {
 #pragma unroll
@@ -204,7 +221,6 @@ __device__ __forceinline__ void Worker<T>::start() {
   }
 #pragma unroll
   for (int i = 0; i < T::kLaneScales; ++i) largest_[i] = 0;
-  __syncthreads();
 }
 
 // Warp 0: the rows from `begin` on that share a sequence, and the windows they have.
@@ -232,50 +248,43 @@ __device__ __forceinline__ void Worker<T>::enter(int begin) {
   __syncthreads();
 }
 
-// Issues the copies of the next tile, if there is one, and commits them as one group either way.
+// Issues the copies of the next tile, if there is one, and commits them as one group either way. Eight lanes copy a key.
 template <typename T>
 __device__ __forceinline__ void Worker<T>::load(int& run_index, int& offset, int stage) {
   if (run_index < shared_.table.run_count) {
-    Run const run = shared_.table.runs[run_index];
-    // Places past the end repeat the last key: what is masked is still a latent, never stale shared memory.
-    int const place = run.row0 + min(offset + lane_ % T::kKeys, run.count - 1);
-    int const row = run.source == Source::kSelected ? shared_.list[place] : place;
+    Run const& run = shared_.table.runs[run_index];
+    int const last = run.count - 1, row0 = run.row0;
+    bool const selected = run.source == Source::kSelected;
     auto const* pool = static_cast<uint8_t const*>(run.source == Source::kWindow ? op_.latents : op_.entries);
-    uint32_t const tile = ptx::shared_address(shared_.tiles[stage]);
-    constexpr int kOwn = T::kKeys / kW;
-    // Every shuffle before the first copy: volatile instructions keep their order, and each copy would wait for its own.
-    int rows[kOwn];
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) rows[i] = __shfl_sync(~0u, row, warp_ * kOwn + i);
-    int const third = lane_ / 9, byte = 512 + 8 * (lane_ - 9 * third);
-    int tails[(kOwn + 2) / 3];
-    if constexpr (T::kPacked) {
-#pragma unroll
-      for (int i = 0; i < kOwn; i += 3) tails[i / 3] = __shfl_sync(~0u, row, warp_ * kOwn + min(i + third, kOwn - 1));
-    }
+    constexpr int kBytes = T::kPacked ? 8 : 16;                           // of one copy
+    constexpr int kCopies = (T::kRowBytes + 8 * kBytes - 1) / (8 * kBytes);
+    constexpr int kOwn = T::kKeys / kW / 4;
+    static_assert(T::kKeys % (4 * kW) == 0);
+    uint8_t const* from[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      uint8_t const* from = pool + int64_t{rows[i]} * T::kRowBytes;
-      uint32_t const to = tile + (warp_ * kOwn + i) * T::kStride;
-      if constexpr (T::kPacked) {
-        ptx::copy_async_8(to + 8 * lane_, from + 8 * lane_);
-        ptx::copy_async_8(to + 256 + 8 * lane_, from + 256 + 8 * lane_);
-      } else {
-        ptx::copy_async_16(to + 16 * lane_, from + 16 * lane_);
-        ptx::copy_async_16(to + 512 + 16 * lane_, from + 512 + 16 * lane_);
-      }
+      // Places past the end repeat the last key: what is masked is still a latent, never stale shared memory.
+      int const place = row0 + min(offset + (warp_ * kOwn + i) * 4 + lane_ / 8, last);
+      int const row = selected ? shared_.list[place] : place;
+      from[i] = pool + int64_t{row} * T::kRowBytes + lane_ % 8 * kBytes;
     }
-    if constexpr (T::kPacked) {
-      // The last 72 bytes of three rows at a time: nine lanes a row.
+    uint32_t const to = ptx::shared_address(shared_.tiles[stage]) + (warp_ * kOwn * 4 + lane_ / 8) * T::kStride +
+                        lane_ % 8 * kBytes;
 #pragma unroll
-      for (int i = 0; i < kOwn; i += 3) {
-        uint8_t const* from = pool + int64_t{tails[i / 3]} * T::kRowBytes;
-        uint32_t const to = tile + (warp_ * kOwn + i + third) * T::kStride;
-        if (third < 3 && i + third < kOwn) ptx::copy_async_8(to + byte, from + byte);
+    for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+      for (int copy = 0; copy < kCopies; ++copy) {
+        int const byte = copy * 8 * kBytes;
+        if (byte + 8 * kBytes > T::kRowBytes && byte + lane_ % 8 * kBytes >= T::kRowBytes) continue;
+        if constexpr (T::kPacked) {
+          ptx::copy_async_8(to + i * 4 * T::kStride + byte, from[i] + byte);
+        } else {
+          ptx::copy_async_16(to + i * 4 * T::kStride + byte, from[i] + byte);
+        }
       }
     }
     offset += T::kKeys;
-    if (offset >= run.count) {
+    if (offset > last) {
       offset = 0;
       ++run_index;
     }
@@ -298,6 +307,7 @@ __device__ __forceinline__ void Worker<T>::walk() {
       in_segment_ = true;
       rotate_queries();
     }
+    bound(run);
     for (int offset = 0; offset < run.count; offset += T::kKeys) {
       ptx::copy_wait<T::kStages - 2>();
       __syncthreads();
@@ -385,8 +395,13 @@ template <typename T>
 __device__ __forceinline__ void Worker<T>::score(uint32_t tile, float (&s)[kTogether][kN][4]) const {
   uint32_t const base = tile + (lane_ % 16) * T::kStride + (lane_ / 16) * 16;
   uint32_t const scales = tile + g_ * T::kStride + kLatentScaleOffset + warp_ * kC;
+  uint32_t exponents[kTogether][2];
 #pragma unroll
   for (int p = 0; p < kTogether; ++p) {
+    if constexpr (T::kPacked) {
+      exponents[p][0] = ptx::load_bytes<kC>(scales + p * 16 * T::kStride);
+      exponents[p][1] = ptx::load_bytes<kC>(scales + (p * 16 + 8) * T::kStride);
+    }
 #pragma unroll
     for (int n = 0; n < kN; ++n) s[p][n][0] = s[p][n][1] = s[p][n][2] = s[p][n][3] = 0;
   }
@@ -412,16 +427,10 @@ __device__ __forceinline__ void Worker<T>::score(uint32_t tile, float (&s)[kToge
       }
     } else {
       uint32_t a[2][kTogether][4];
-      int low[kTogether], high[kTogether];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int p = 0; p < kTogether; ++p) ptx::load_matrices(a[half][p], at + p * 16 * T::kStride + 32 * half);
-      }
-#pragma unroll
-      for (int p = 0; p < kTogether; ++p) {
-        low[p] = ptx::load_byte(scales + p * 16 * T::kStride + c);
-        high[p] = ptx::load_byte(scales + (p * 16 + 8) * T::kStride + c);
       }
       float x[kTogether][kChains][kN][4];
 #pragma unroll
@@ -441,10 +450,9 @@ __device__ __forceinline__ void Worker<T>::score(uint32_t tile, float (&s)[kToge
 #pragma unroll
           for (int p = 0; p < kTogether; ++p) {
             uint32_t const(&f)[4] = a[half][p];
-            uint32_t const a0 = ptx::e4m3_to_f16(static_cast<uint16_t>(f[2 * j])),
-                           a1 = ptx::e4m3_to_f16(static_cast<uint16_t>(f[2 * j + 1])),
-                           a2 = ptx::e4m3_to_f16(static_cast<uint16_t>(f[2 * j] >> 16)),
-                           a3 = ptx::e4m3_to_f16(static_cast<uint16_t>(f[2 * j + 1] >> 16));
+            uint32_t a0, a1, a2, a3;
+            ptx::e4m3_to_f16(f[2 * j], a0, a2);
+            ptx::e4m3_to_f16(f[2 * j + 1], a1, a3);
 #pragma unroll
             for (int n = 0; n < kN; ++n) {
               ptx::mma_f16(x[p][j % kChains][n], a0, a1, a2, a3, q_[c][2 * half + j][n][0], q_[c][2 * half + j][n][1]);
@@ -454,7 +462,7 @@ __device__ __forceinline__ void Worker<T>::score(uint32_t tile, float (&s)[kToge
       }
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) {
-        float const scale[2] = {ptx::power_of_two(low[p]), ptx::power_of_two(high[p])};
+        float const scale[2] = {ptx::power_of_two(exponents[p][0], c), ptx::power_of_two(exponents[p][1], c)};
 #pragma unroll
         for (int chain = 0; chain < kChains; ++chain) {
 #pragma unroll
@@ -468,17 +476,25 @@ __device__ __forceinline__ void Worker<T>::score(uint32_t tile, float (&s)[kToge
   }
 }
 
-// Hides the keys that a column's row does not see. Whole tiles that every row of the group sees are left alone.
+// Keys [least_, most_) of the run are seen by every row of the unit: tiles inside need no mask.
+template <typename T>
+__device__ __forceinline__ void Worker<T>::bound(Run const& run) {
+  Group const& group = shared_.group;
+  bool const window = run.source == Source::kWindow;
+  least_ = window ? group.highest_position - op_.window + 1 : INT32_MIN;
+  // Selected keys were checked one by one when the list was made.
+  most_ = run.source == Source::kSelected ? INT32_MAX : window ? group.lowest_position + 1 : group.least_visible;
+  most_ = min(most_, run.x0 + run.count) - T::kKeys;
+  if (group.begin != 0 || group.end != unit_.rows) most_ = INT32_MIN;
+}
+
+// Hides the keys that a column's row does not see.
 template <typename T>
 __device__ __forceinline__ void Worker<T>::mask(Run const& run, int offset, float (&s)[kO][T::kParts][4]) const {
   int const first = run.x0 + offset, end = run.x0 + run.count;
+  if (first >= least_ && first <= most_) return;
   bool const window = run.source == Source::kWindow, selected = run.source == Source::kSelected;
   Group const& group = shared_.group;
-  int const least = window ? group.highest_position - op_.window + 1 : INT32_MIN;
-  // Selected keys were checked one by one when the list was made.
-  int const most = min(end, selected ? INT32_MAX : window ? group.lowest_position + 1 : group.least_visible);
-  bool const whole_unit = group.begin == 0 && group.end == unit_.rows;
-  if (whole_unit && first >= least && first + T::kKeys <= most) return;
 #pragma unroll
   for (int o = 0; o < kO; ++o) {
 #pragma unroll
@@ -508,10 +524,12 @@ __device__ __forceinline__ void Worker<T>::read_scales(uint32_t tile) {
   bool grew = false;
 #pragma unroll
   for (int part = 0; part < T::kParts; ++part) {
+    int const key = 16 * part + lane_ / 2;
+    uint32_t const bytes =
+        ptx::load_bytes<T::kLaneScales>(tile + key * T::kStride + kLatentScaleOffset + warp_ * kC + first);
 #pragma unroll
     for (int i = 0; i < T::kLaneScales; ++i) {
-      int const key = 16 * part + lane_ / 2;
-      exponent[part][i] = ptx::load_byte(tile + key * T::kStride + kLatentScaleOffset + warp_ * kC + first + i);
+      exponent[part][i] = static_cast<int>(bytes >> (8 * i) & 0xff);
       grew |= exponent[part][i] > largest_[i];
     }
   }
@@ -592,10 +610,9 @@ __device__ __forceinline__ void Worker<T>::accumulate(uint32_t tile, int part, u
         for (int j = 0; j < 2; ++j) {
           // Bytes (key 2t: channel 2g, 2g + 1), (key 2t + 1: the same) become two channels of two keys.
           uint32_t const x = __byte_perm(a[half][2 * j], 0, 0x3120), y = __byte_perm(a[half][2 * j + 1], 0, 0x3120);
-          uint32_t const a0 = ptx::e4m3_to_f16(static_cast<uint16_t>(x)),
-                         a1 = ptx::e4m3_to_f16(static_cast<uint16_t>(x >> 16)),
-                         a2 = ptx::e4m3_to_f16(static_cast<uint16_t>(y)),
-                         a3 = ptx::e4m3_to_f16(static_cast<uint16_t>(y >> 16));
+          uint32_t a0, a1, a2, a3;
+          ptx::e4m3_to_f16(x, a0, a1);
+          ptx::e4m3_to_f16(y, a2, a3);
 #pragma unroll
           for (int n = 0; n < kN; ++n) ptx::mma_f16(o_[c][2 * half + j][n], a0, a1, a2, a3, p[n][0], p[n][1]);
         }

@@ -97,7 +97,7 @@ __device__ inline void build_list(RunTable& table, int32_t* list, int64_t const*
   int row[kOwn], segment[kOwn], place[kOwn];
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
-    int const at = (warp * kOwn + i) * 32 + lane;
+    int const at = (i * kWarps + warp) * 32 + lane;
     int64_t const value = at < top_k ? __ldg(selected + at) : -1;
     row[i] = value >= 0 && value < limit ? static_cast<int>(value) : -1;
   }
@@ -106,8 +106,8 @@ __device__ inline void build_list(RunTable& table, int32_t* list, int64_t const*
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
-    if ((warp * kOwn + i) * 32 >= top_k) break;
-    segment[i] = row[i] < 0 ? -1 : segment_of(table, segments, row[i]);
+    if ((i * kWarps + warp) * 32 >= top_k) break;
+    segment[i] = row[i] < 0 || segments == 0 ? -1 : segment_of(table, segments, row[i]);
     unsigned const same = __match_any_sync(~0u, segment[i]);
     int const rank = __popc(same & ((1u << lane) - 1));
     int const before = segment[i] < 0 ? 0 : counts[segment[i]];
@@ -133,18 +133,19 @@ __device__ inline void build_list(RunTable& table, int32_t* list, int64_t const*
   if (warp == 0) table.filled[lane] = through;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
-    if ((warp * kOwn + i) * 32 >= top_k) break;
+    if ((i * kWarps + warp) * 32 >= top_k) break;
     int const from = __shfl_sync(~0u, base, max(segment[i], 0));
     if (segment[i] >= 0) list[from + place[i]] = row[i];
   }
   __syncthreads();
 }
 
+// Not inlined: the first call then has all registers, and later ones are rare.
 // All warps: runs of as many segments from `next` on as the table holds; sets run_count and next_segment. Ends with a barrier.
 template <int kWarps>
-__device__ inline void build_runs(RunTable& table, int32_t* list, SegLatentAttentionParams const& op, Group const& group,
+__device__ __noinline__ void build_runs(RunTable& table, int32_t* list, SegLatentAttentionParams const& op, Group const& group,
                                   int row, int next, int warp, int lane) {
-  int const segments = min(kSegmentBatch, group.last_segment - next);
+  int const segments = max(0, min(kSegmentBatch, group.last_segment - next));
   if (warp == 0 && lane < segments) {
     int64_t const* columns = op.segments + (int64_t{next} + lane) * 5;
     table.start[lane] = narrow(__ldg(columns));

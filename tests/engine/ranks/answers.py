@@ -1,0 +1,41 @@
+"""One rank of a job that checks the collectives, builds an engine and artifacts, and answers a scenario's questions.
+
+Argument: a folder with task.json. Rank 0 writes answers.json there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+
+from tests.engine.ranks.collectives import failures
+from tests.engine.ranks.job import make_engine, read_task
+from tests.engine.ranks.scenario import answer_all, as_json, make_request
+from trt_redknot import ArtifactStore
+from trt_redknot.collectives.mpi import MpiCollectives
+from trt_redknot.digests import digest_json
+
+
+def run(folder: Path) -> None:
+    torch.set_num_threads(1)
+    world, task = MPI.COMM_WORLD, read_task(folder)
+    ranks = MpiCollectives(world)
+    checked = failures(ranks, task["seed"])
+    checkpoint = Path(task["checkpoint"])
+    engine = make_engine(checkpoint, folder / "engine", world, chunk_rows=task["chunk_rows"])
+    answers = answer_all(engine, ArtifactStore(folder / "store"), task["scenario"])
+    single = make_engine(checkpoint, folder / "single", world, chunk_rows=task["chunk_rows"], dtype="float32")
+    fp32 = as_json(single.generate(make_request(task["fp32"], [])))
+    own = {"collectives": checked, "digest": digest_json([answers, fp32])}
+    everyone = [json.loads(reply) for reply in ranks.exchange(json.dumps(own).encode())]
+    if ranks.rank == 0:
+        content = {"answers": answers, "fp32": fp32, "ranks": everyone}
+        (folder / "answers.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))

@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 REQUIREMENTS := requirements/runtime.txt requirements/test.txt requirements/constraints.txt
 # The stamp names the content of everything the environment is made from, so that a changed pin makes it anew.
 STAMP := $(VENV)/.installed-$(shell cat $(REQUIREMENTS) pyproject.toml setup.py | cksum | tr ' ' '-')
-SOURCES := trt_redknot tests examples run build_engine.py setup.py
+SOURCES := trt_redknot tests examples run benches triton build_engine.py setup.py
 PRESENT = $(wildcard $(SOURCES))
 TYPED = trt_redknot $(wildcard build_engine.py run/*.py examples/*.py examples/*/*.py)
 CUDA_SOURCES = $(shell find plugins -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \) 2>/dev/null)

@@ -1,4 +1,5 @@
-"""Asks one question in both arms, on as many ranks as the engine was built for. `python run/compare.py --help` explains."""
+"""Asks one question in both arms, on as many ranks as the engine was built for. `python run/compare.py --help`
+explains."""
 
 from trt_redknot.cli.command import run_command
 from trt_redknot.cli.compare import compare_command

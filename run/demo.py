@@ -1,4 +1,5 @@
-"""The main job on real input: a checkpoint becomes an engine, documents become artifacts, a question is answered twice."""
+"""The main job on real input: a checkpoint becomes an engine, documents become artifacts, a question is answered
+twice."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def run(title: str, command: Sequence[str], out: Output) -> None:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--output", type=click.Path(path_type=Path), default=PROJECT / "demo", help="Folder to work in.")
 @click.option("--ranks", type=click.IntRange(1), default=2, show_default=True, help="Tensor-parallel ranks.")
-@click.option("--question", "question_id", default="wind-limit-now", show_default=True, help="Of examples/questions.json.")
+@click.option(
+    "--question", "question_id", default="wind-limit-now", show_default=True, help="Of examples/questions.json."
+)
 def main(output: Path, ranks: int, question_id: str) -> None:
     """Build an engine and artifacts from the example documents, then answer a question in both arms."""
     out = Output()

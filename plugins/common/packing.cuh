@@ -9,9 +9,18 @@
 
 namespace redknot {
 
-// Largest finite magnitude of eight channels.
-__device__ __forceinline__ float finite_peak(float const (&values)[kVector]) {
+// Largest finite magnitude of eight channels, and whether all of them are finite.
+__device__ __forceinline__ float finite_peak(float const (&values)[kVector], bool& finite) {
   float peak = 0.0F;
+  float probe = 0.0F;  // NaN once a channel is NaN or infinite
+#pragma unroll
+  for (float const value : values) {
+    peak = fmaxf(peak, fabsf(value));
+    probe = fmaf(value, 0.0F, probe);
+  }
+  finite = probe == 0.0F;
+  if (finite) return peak;
+  peak = 0.0F;
 #pragma unroll
   for (float const value : values) peak = isfinite(value) ? fmaxf(peak, fabsf(value)) : peak;
   return peak;
@@ -29,17 +38,22 @@ __device__ __forceinline__ float power_of_two(int exponent) {
   return __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
 }
 
-__device__ __forceinline__ uint32_t encode_e4m3(float value, float inverse_scale) {
-  if (!isfinite(value)) return 0x7fU;
-  return __nv_cvt_float_to_fp8(value * inverse_scale, __NV_SATFINITE, __NV_E4M3);
-}
-
-__device__ __forceinline__ uint2 encode_e4m3(float const (&values)[kVector], int exponent) {
+// Eight codes; channels that are not finite become the positive NaN.
+__device__ __forceinline__ uint2 encode_e4m3(float const (&values)[kVector], int exponent, bool finite) {
+  constexpr uint32_t kNan = 0x7fU;
   float const inverse = power_of_two(-exponent);
   uint32_t words[2] = {0, 0};
 #pragma unroll
-  for (int index = 0; index < kVector; ++index) {
-    words[index / 4] |= encode_e4m3(values[index], inverse) << (8 * (index % 4));
+  for (int index = 0; index < kVector; index += 2) {
+    float2 const pair{values[index] * inverse, values[index + 1] * inverse};
+    words[index / 4] |= static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3)) << (8 * (index % 4));
+  }
+  if (!finite) {
+#pragma unroll
+    for (int index = 0; index < kVector; ++index) {
+      uint32_t const shift = 8 * (index % 4);
+      if (!isfinite(values[index])) words[index / 4] = (words[index / 4] & ~(0xffU << shift)) | kNan << shift;
+    }
   }
   return {words[0], words[1]};
 }

@@ -42,6 +42,9 @@ __device__ __forceinline__ uint4 pack_bf16(float const (&values)[kVector]) {
 
 __device__ __forceinline__ float round_bf16(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
+// Eight channels as bf16 would hold them.
+__device__ __forceinline__ void round_bf16(float (&values)[kVector]) { unpack_bf16(pack_bf16(values), values); }
+
 __device__ __forceinline__ void load_floats(float const* address, float (&values)[kVector]) {
   float4 const low = __ldg(reinterpret_cast<float4 const*>(address));
   float4 const high = __ldg(reinterpret_cast<float4 const*>(address) + 1);
@@ -50,7 +53,7 @@ __device__ __forceinline__ void load_floats(float const* address, float (&values
 }
 
 // Eight weights at `channel` of a vector that is fp32 or bf16.
-__device__ __forceinline__ void load_weights(void const* weights, bool is_float, int channel, float (&values)[kVector]) {
+__device__ __forceinline__ void load_weights(void const* weights, bool is_float, int64_t channel, float (&values)[kVector]) {
   if (is_float) {
     load_floats(static_cast<float const*>(weights) + channel, values);
   } else {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,12 +33,10 @@ def network_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def opened(network_dir: Path) -> tuple[DeepseekV4ForCausalLM, Engine]:
-    return open_network(
-        network_dir, NetworkOptions(kinds="schchchc", seed=random.randrange(2**31)), build=fp64()
-    )
+    return open_network(network_dir, NetworkOptions(kinds="schchchc", seed=random.randrange(2**31)), build=fp64())
 
 
 @pytest.fixture
-def bench(opened: tuple[DeepseekV4ForCausalLM, Engine], network_dir: Path, tmp_path: Path) -> Iterator[Bench]:
+def bench(opened: tuple[DeepseekV4ForCausalLM, Engine], network_dir: Path, tmp_path: Path) -> Bench:
     model, engine = opened
-    yield Bench(model=model, engine=engine, store=ArtifactStore(tmp_path / "store"), directory=network_dir)
+    return Bench(model=model, engine=engine, store=ArtifactStore(tmp_path / "store"), directory=network_dir)

@@ -97,7 +97,9 @@ def test_a_request_that_ends_with_a_document(bench: Bench) -> None:
     assert_same(alone, ask(bench, segments[:1], None, steps=32))
     for length in (1, 3, 6, 130):
         odd = [Artifact(bench.engine.build_artifact(bench.store, bench.tokens(length)))]
-        assert_same(ask(bench, odd, ReusePolicy(tau=1.0), steps=9), ask(bench, odd, ReusePolicy(protect="all"), steps=9))
+        assert_same(
+            ask(bench, odd, ReusePolicy(tau=1.0), steps=9), ask(bench, odd, ReusePolicy(protect="all"), steps=9)
+        )
 
 
 def test_shuffled_documents_change_the_answer_like_recomputation(bench: Bench) -> None:
@@ -120,7 +122,9 @@ def test_cached_local_values_of_protected_rows_are_never_used(bench: Bench, monk
     clean, clean_active = ask(bench, segments, everything), ask(bench, segments, some)
     original = Lease.rows
 
-    def poisoned(self: Lease, part: Part, layer: int | None, row_index: torch.Tensor, dtype: Any = None) -> torch.Tensor:
+    def poisoned(
+        self: Lease, part: Part, layer: int | None, row_index: torch.Tensor, dtype: Any = None
+    ) -> torch.Tensor:
         values = original(self, part, layer, row_index, dtype)
         return torch.full_like(values, float("nan")) if part is Part.LOCAL else values
 
@@ -166,7 +170,7 @@ def test_edits_are_dirty_rows(bench: Bench) -> None:
     before = Artifact(bench.engine.build_artifact(bench.store, bench.tokens(128)))
     new = (document[77] + 1) % 97
     segments = [before, Artifact(artifact_id, edits={77: new}), Tokens(bench.tokens(9))]
-    edited = document[:77] + [new] + document[78:]
+    edited = [*document[:77], new, *document[78:]]
     protected = ask(bench, segments, ReusePolicy(protect="all"), steps=8)
     plain = [before, Artifact(bench.engine.build_artifact(bench.store, edited)), segments[2]]
     assert_same(protected, ask(bench, plain, None, steps=8))
@@ -230,7 +234,9 @@ def test_reuse_needs_fences_that_leave_a_middle(tmp_path_factory: pytest.TempPat
     """Networks without a CSA layer, or without a leading one, or with nothing to reuse."""
     for kinds in ("hhhhhhhh", "ssssssss", "hhhcccch", "cc", "s", "shc"):
         directory = tmp_path_factory.mktemp("kinds")
-        _, engine = open_network(directory, NetworkOptions(kinds=kinds, seed=random.randrange(2**31), hash_layers=1), build=fp64())
+        _, engine = open_network(
+            directory, NetworkOptions(kinds=kinds, seed=random.randrange(2**31), hash_layers=1), build=fp64()
+        )
         bench = Bench(model=None, engine=engine, store=ArtifactStore(directory / "store"), directory=directory)  # type: ignore[arg-type]
         documents = [Artifact(engine.build_artifact(bench.store, bench.tokens(128))) for _ in range(2)]
         segments = [*documents, Tokens(bench.tokens(7))]

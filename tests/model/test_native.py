@@ -145,9 +145,7 @@ def test_seeded_sampling_repeats_and_varies(tmp_path: Path) -> None:
 
     def draw(seed: int, **how: object) -> list[int]:
         sampling = Sampling(temperature=1.5, seed=seed, **how)  # type: ignore[arg-type]
-        return engine.generate(
-            Request(segments=prompt, max_new_tokens=20, stop_tokens=[], sampling=sampling)
-        ).tokens
+        return engine.generate(Request(segments=prompt, max_new_tokens=20, stop_tokens=[], sampling=sampling)).tokens
 
     assert draw(3) == draw(3)
     assert len({tuple(draw(seed)) for seed in range(4)}) == 4

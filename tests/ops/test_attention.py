@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -68,7 +69,9 @@ def test_equals_one_softmax_over_a_rotated_cache(
     entries = normal(case.entries, DIM) if ratio else None
     selected = None
     if ratio and sparse:
-        choice = [random.Random(seed + row).sample(range(-1, case.entries), min(5, case.entries)) for row in range(rows)]
+        choice = [
+            random.Random(seed + row).sample(range(-1, case.entries), min(5, case.entries)) for row in range(rows)
+        ]
         selected = torch.tensor(choice)
     q_global, q_local = normal(rows, groups, DIM), normal(full, groups * local, DIM)
     sinks_global, sinks_local = normal(groups), normal(groups * local)
@@ -148,7 +151,8 @@ def test_indexer_takes_the_best_visible_entries(seed: int, rows: int, sequences:
     case = random_case(seed, rows=rows, sequences=sequences, longest=40, ratio=4, window=1)
     generator = torch.Generator().manual_seed(seed)
     heads = 3
-    # Few distinct keys: ties are the rule, and they must fall to the earlier entry. Integers make equal scores exactly so.
+    # Few distinct keys: ties are the rule, and they must fall to the earlier entry. Integers make equal scores exactly
+    # so.
     q = torch.randint(-4, 5, (rows, heads, DIM), generator=generator).double()
     distinct = torch.randint(-4, 5, (4, DIM), generator=generator).double()
     keys = distinct[torch.randint(0, 4, (case.entries,), generator=generator)]
@@ -163,10 +167,8 @@ def test_indexer_takes_the_best_visible_entries(seed: int, rows: int, sequences:
         best = sorted(range(seen), key=lambda e: (-round(float(scores[e] * heads**-0.5), 9), e))[:top_k]
         chosen = [int(entry) for entry in selected[row] if entry >= 0]
         assert len(chosen) == min(top_k, seen)
-        torch.testing.assert_close(
-            scores[[entry - first for entry in chosen]], scores[best], atol=1e-9, rtol=0
-        )
-        for earlier, later in zip(chosen, chosen[1:], strict=False):
+        torch.testing.assert_close(scores[[entry - first for entry in chosen]], scores[best], atol=1e-9, rtol=0)
+        for earlier, later in pairwise(chosen):
             if keys[earlier].equal(keys[later]):
                 assert earlier < later
         assert (selected[row, len(chosen) :] == -1).all()

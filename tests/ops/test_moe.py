@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_experts_of_all_ranks_add_up() -> None:
     shares = torch.rand(rows, 4, dtype=torch.float64)
     total = torch.zeros_like(x)
     bounds = [round(rank * count / ranks) for rank in range(ranks + 1)]
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in pairwise(bounds):
         total += experts(x, ids, shares, gate_up[first:last], down[first:last], first=first, limit=2.0)
     expected = torch.zeros_like(x)
     for row in range(rows):

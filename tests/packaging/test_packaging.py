@@ -8,8 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import packages_distributions
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 from packaging.requirements import Requirement
@@ -58,6 +59,18 @@ def test_every_third_party_import_of_the_package_is_a_requirement() -> None:
                     continue
                 owners = {canonicalize_name(owner) for owner in distributions.get(module, [])}
                 assert owners & declared, f"{path.relative_to(ROOT)} imports {module}, which requirements/ lacks"
+
+
+def test_every_data_file_of_the_package_is_shipped() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+        "package-data"
+    ]
+    package = ROOT / "trt_redknot"
+    data = [path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert data
+    for path in data:
+        name = str(path.relative_to(package))
+        assert any(PurePath(name).match(pattern) for pattern in patterns), name
 
 
 def test_each_requirement_is_explained() -> None:

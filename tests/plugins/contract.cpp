@@ -245,7 +245,7 @@ Plugin create(nvinfer1::IPluginCreatorV3One& creator, std::vector<Field> const& 
 Plugin check_contract(nvinfer1::IPluginCreatorV3One& creator, Manifest const& manifest, Logger& logger, Checks& checks) {
   check_fields(creator, manifest, logger, checks);
   Plugin built = create(creator, manifest.fields, TensorRTPhase::kBUILD);
-  checks.expect(built != nullptr, "a plugin is created from its fields");
+  checks.expect(built != nullptr, "a plugin is created from its fields: " + logger.take());
   if (built == nullptr) return nullptr;
   Faces const build = faces(*built);
   checks.expect(manifest.plugin == build.core->getPluginName(), "the plugin has its creator's name");

@@ -47,9 +47,7 @@ def plan_of(
     flags = protect(segments, policy, WINDOW)
     entries = sum(segment.entries(WINDOW) for segment in segments)
     scores = np.random.default_rng(seed).normal(size=entries)
-    plan = select_rows(
-        segments, flags, policy, window=WINDOW, scores=scores, live_scores=live, top_entries=top_entries
-    )
+    plan = select_rows(segments, flags, policy, window=WINDOW, scores=scores, live_scores=live, top_entries=top_entries)
     return plan, flags, scores
 
 
@@ -79,7 +77,7 @@ def test_documents_are_cut_in_whole_windows(
 def test_the_budget_is_respected_and_used(
     segments: tuple[Segment, ...], policy: ReusePolicy, seed: int, top: int
 ) -> None:
-    plan, flags, scores = plan_of(segments, policy, seed, top)
+    plan, flags, _ = plan_of(segments, policy, seed, top)
     windows = candidates(segments, flags, WINDOW)
     taken = min(top, len(windows.starts))
     assert len(set(np.flatnonzero(plan.protections & Protection.TOP_ENTRIES) // 1)) <= taken * WINDOW

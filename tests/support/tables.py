@@ -21,7 +21,8 @@ class Case:
 
 
 def random_case(seed: int, *, rows: int, sequences: int, longest: int, ratio: int, window: int) -> Case:
-    """Sequences of one to four segments at shuffled places of the pools, rows at random positions, sorted by sequence."""
+    """Sequences of one to four segments at shuffled places of the pools, rows at random positions, sorted by
+    sequence."""
     draw = random.Random(seed)
     lengths = [[draw.randint(1, longest) for _ in range(draw.randint(1, 4))] for _ in range(sequences)]
     records: list[list[int]] = []

@@ -1,7 +1,8 @@
 """Near ties of routers and of the Indexer: the only places where rounding may change an answer by more than rounding.
 
-A row whose k-th and (k + 1)-th score differ by less than the rounding of fp32 is routed either way by equally correct programs.
-Comparisons in fp32 with another program accept a difference only where such a tie is shown to be there, and draw again.
+A row whose k-th and (k + 1)-th score differ by less than the rounding of fp32 is routed either way by equally correct
+programs. Comparisons in fp32 with another program accept a difference only where such a tie is shown to be there, and
+draw again.
 """
 
 from __future__ import annotations

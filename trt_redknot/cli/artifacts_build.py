@@ -24,8 +24,8 @@ from trt_redknot.launch import world_communicator
 Examples:
   python -m trt_redknot artifacts build --engine engine --store store documents/
   mpirun -n 2 python -m mpi4py -m trt_redknot artifacts build --engine engine --store store manual.txt ids.json
-Text files (.txt, .md) are encoded with the engine's tokenizer; a .json file is a list of token ids. What is in the store
-already is skipped, so an interrupted run is continued by running it again.
+Text files (.txt, .md) are encoded with the engine's tokenizer; a .json file is a list of token ids. What is in the
+store already is skipped, so an interrupted run is continued by running it again.
 """
 )
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))

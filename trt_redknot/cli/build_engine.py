@@ -40,20 +40,43 @@ Examples:
     )
     @click.option("--checkpoint", type=click.Path(path_type=Path), help="Checkpoint folder: config.json, safetensors.")
     @click.option("--output", type=click.Path(path_type=Path), help="Engine folder to write; must not exist.")
-    @click.option("--profile", default="auto", show_default=True, help="Split profile: auto, flash, pro or a JSON file.")
+    @click.option(
+        "--profile", default="auto", show_default=True, help="Split profile: auto, flash, pro or a JSON file."
+    )
     @click.option("--tp", type=click.IntRange(1), help="Ranks of the engine. Left out: the ranks of this MPI job.")
     @click.option("--backend", type=click.Choice(["torch", "tensorrt"]), default="torch", show_default=True)
-    @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float64"]), default="float32",
-                  show_default=True, help="What the ranks compute in; FP8 and FP4 checkpoints are dequantised to it. "
-                  "float64 is for verification.")
-    @click.option("--artifact-format", type=click.Choice(["auto", *_FORMATS]), default="auto", show_default=True,
-                  help="How artifacts are stored; auto keeps the engine's dtype, which is exact.")
+    @click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float64"]),
+        default="float32",
+        show_default=True,
+        help="What the ranks compute in; FP8 and FP4 checkpoints are dequantised to it. float64 is for verification.",
+    )
+    @click.option(
+        "--artifact-format",
+        type=click.Choice(["auto", *_FORMATS]),
+        default="auto",
+        show_default=True,
+        help="How artifacts are stored; auto keeps the engine's dtype, which is exact.",
+    )
     @click.option("--max-length", type=click.IntRange(2), help="Most tokens of a request. Left out: the checkpoint's.")
-    @click.option("--chunk-rows", type=click.IntRange(1), default=4096, show_default=True,
-                  help="Rows that go through a stage together: bounds the memory of a prefill.")
-    @click.option("--length", type=click.IntRange(1), default=262144, show_default=True,
-                  help="Prompt length that --dry-run estimates activations for.")
-    @click.option("--dry-run", is_flag=True, help="Only show what would be built: bytes per rank, artifacts, activations.")
+    @click.option(
+        "--chunk-rows",
+        type=click.IntRange(1),
+        default=4096,
+        show_default=True,
+        help="Rows that go through a stage together: bounds the memory of a prefill.",
+    )
+    @click.option(
+        "--length",
+        type=click.IntRange(1),
+        default=262144,
+        show_default=True,
+        help="Prompt length that --dry-run estimates activations for.",
+    )
+    @click.option(
+        "--dry-run", is_flag=True, help="Only show what would be built: bytes per rank, artifacts, activations."
+    )
     @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
     def command(
         checkpoint: Path | None, output: Path | None, profile: str, tp: int | None, backend: str, dtype: str,
@@ -88,11 +111,11 @@ Examples:
             chunk_rows=chunk_rows,
         )  # fmt: skip
         with out.progress(f"building {output}", geometry.layers + 1) as advance:
-            manifest = build_torch_engine(
-                opened, split, output, options, collectives, progress=lambda _: advance(1)
-            )
+            manifest = build_torch_engine(opened, split, output, options, collectives, progress=lambda _: advance(1))
         if as_json:
-            out.json({"engine": str(output), "tp_size": manifest.tp_size, "checkpoint": manifest.checkpoint_fingerprint})
+            out.json(
+                {"engine": str(output), "tp_size": manifest.tp_size, "checkpoint": manifest.checkpoint_fingerprint}
+            )
         else:
             total = sum(file.bytes for rank in manifest.ranks for file in rank.files)
             out.note(f"{output}: {manifest.tp_size} rank(s), {total:,} bytes of weights, profile {split.name}")

@@ -69,8 +69,8 @@ Example:
                 PageInput(
                     reuse=reuse, recompute=recompute, geometry=engine.geometry, profile=engine.manifest.profile,
                     policy=policy, network=engine_dir.name, tp_size=engine.collectives.size,
-                    names=[document.path.stem for document in documents] + ["question"] if reuse.report.admitted else None,
-                    question=question, texts=(texts[0], texts[1]),
+                    names=[document.path.stem for document in documents] + ["question"] if reuse.report.admitted else
+                    None, question=question, texts=(texts[0], texts[1]),
                 )
             )  # fmt: skip
             write_page(page, html)

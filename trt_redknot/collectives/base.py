@@ -29,9 +29,7 @@ class Collectives(Protocol):
         """Sum over ranks, same shape on all."""
         ...
 
-    def all_to_all(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
+    def all_to_all(self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
         """Move rows between owners: `rows` [sum(send_counts), ...] holds what goes to rank 0, then 1, ...; the result
         [sum(receive_counts), ...] holds what came from rank 0, then 1, ..."""
         ...

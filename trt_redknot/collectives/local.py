@@ -24,9 +24,7 @@ class LocalCollectives:
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         return partial
 
-    def all_to_all(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
+    def all_to_all(self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
         assert list(send_counts) == list(receive_counts) == [rows.shape[0]]
         return rows
 

@@ -60,9 +60,7 @@ class MpiCollectives:
         self._comm.Allreduce(partial.to(carrier).contiguous().numpy(), total.numpy())
         return total.to(partial.dtype)
 
-    def all_to_all(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
+    def all_to_all(self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
         assert rows.shape[0] == sum(send_counts), f"{rows.shape[0]} rows against counts {list(send_counts)}"
         received = torch.empty((sum(receive_counts), *rows.shape[1:]), dtype=rows.dtype)
         width = _row_bytes(rows)

@@ -73,7 +73,9 @@ class SplitProfile(BaseModel):
         ):
             if here != there:
                 raise ConfigError(
-                    f"the split profile's {key} does not fit the checkpoint", expected=there, found=here,
+                    f"the split profile's {key} does not fit the checkpoint",
+                    expected=there,
+                    found=here,
                     remedy="Use --profile auto, or a profile made for this checkpoint.",
                 )
         if self.leading_fence + self.trailing_fence > self.layers:
@@ -84,7 +86,9 @@ class SplitProfile(BaseModel):
             )
         for layer, heads in self.global_heads.items():
             if layer not in self.reusable:
-                raise ConfigError("global_heads names a layer that is not reusable", expected=self.reusable, found=layer)
+                raise ConfigError(
+                    "global_heads names a layer that is not reusable", expected=self.reusable, found=layer
+                )
             if len(heads) != self.output_groups or not all(0 <= head < self.heads_per_group for head in heads):
                 raise ConfigError(
                     f"global_heads of layer {layer} is ill-formed",

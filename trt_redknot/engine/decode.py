@@ -45,9 +45,7 @@ def decode_step(
         frames=torch.tensor([state.length - 1 - state.segments[-1].start for state in states], device=device),
         pool_rows=torch.tensor([state.latent_offset + state.length - 1 for state in states], device=device),
         tables=ratio_tables(context.geometry, states, rows, extras, device),
-        extra_raw=lambda layer: [
-            tail[sources[context.geometry.ratio(layer)]] for tail in pool.tails[layer]
-        ],
+        extra_raw=lambda layer: [tail[sources[context.geometry.ratio(layer)]] for tail in pool.tails[layer]],
         restore=no_restore(context.local_width, context.dtype, device),
     )
     own = torch.from_numpy(rows.own_rows).to(device)

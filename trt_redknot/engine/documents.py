@@ -1,4 +1,5 @@
-"""The documents of an admitted request, as the prefill sees them: what is loaded, what is restored, what is pooled again."""
+"""The documents of an admitted request, as the prefill sees them: what is loaded, what is restored, what is pooled
+again."""
 
 from __future__ import annotations
 
@@ -55,13 +56,16 @@ class Documents:
         self.loaded_bytes += values.numel() * values.element_size()
         return values
 
-    def _read_rows(self, reader: ArtifactReader, part: Part, layer: int | None, rows: NDArray[np.int64]) -> torch.Tensor:
+    def _read_rows(
+        self, reader: ArtifactReader, part: Part, layer: int | None, rows: NDArray[np.int64]
+    ) -> torch.Tensor:
         values = reader.rows(part, layer, torch.from_numpy(rows), dtype=self._dtype).to(self._device)
         self.loaded_bytes += values.numel() * values.element_size()
         return values
 
     def load_layer(self, layer: int, pool: CachePool, state: SequenceState, *, only_prefix: bool) -> None:
-        """Put the cached latents, entries and Indexer keys of the documents into the pool; rows that run replace theirs."""
+        """Put the cached latents, entries and Indexer keys of the documents into the pool; rows that run replace
+        theirs."""
         kind = self._geometry.attention_kinds[layer]
         ratio = self._geometry.ratio(layer)
         for segment, reader in self._documents:

@@ -79,9 +79,7 @@ class CachePool:
         ratios = {geometry.ratio(layer) for layer in range(geometry.layers)} - {0}
         latent_rows, entry_rows = 0, dict.fromkeys(ratios, 0)
         for slot, (length, pieces) in enumerate(zip(lengths, segments, strict=True)):
-            self.sequences.append(
-                SequenceState(slot=slot, latent_offset=latent_rows, entry_offsets=dict(entry_rows))
-            )
+            self.sequences.append(SequenceState(slot=slot, latent_offset=latent_rows, entry_offsets=dict(entry_rows)))
             latent_rows += length
             for ratio in ratios:
                 entry_rows[ratio] += length // ratio + pieces + 1

@@ -90,7 +90,11 @@ class Prefill:
             range(profile.trailing_start, profile.layers), trailing, filled, only_prefix=trailing is leading
         )
         return Prefilled(
-            streams=streams, rows=trailing, plan=plan, observation=self._observe, loaded_bytes=self._documents.loaded_bytes
+            streams=streams,
+            rows=trailing,
+            plan=plan,
+            observation=self._observe,
+            loaded_bytes=self._documents.loaded_bytes,
         )
 
     def _is_csa(self, layer: int) -> bool:
@@ -134,9 +138,7 @@ class Prefill:
             missing = np.flatnonzero(~known)
             if missing.size:
                 index = torch.from_numpy(missing).to(moved.device)
-                moved[index] = self._documents.fill_streams(
-                    moved[index], leading.positions[leading.own_rows][missing]
-                )
+                moved[index] = self._documents.fill_streams(moved[index], leading.positions[leading.own_rows][missing])
             return leading, moved
         ordered = self._row_set(np.sort(live.positions), live.rows)
         moved, _ = redistribute(self._context.collectives, streams, live, ordered)

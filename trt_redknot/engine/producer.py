@@ -1,4 +1,5 @@
-"""Makes artifacts: one document as one segment from position zero, native routing, everything its layers produced kept."""
+"""Makes artifacts: one document as one segment from position zero, native routing, everything its layers produced
+kept."""
 
 from __future__ import annotations
 

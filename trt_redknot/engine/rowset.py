@@ -85,7 +85,7 @@ class RowSet:
 
     def full_in(self, chunk: Chunk) -> int:
         """How many of the chunk's rows run all heads."""
-        return min(max(0, self.full_rows - chunk.rows.start), chunk.rows.stop - chunk.rows.start)
+        return max(0, min(self.full_rows, int(chunk.rows.stop)) - int(chunk.rows.start))
 
 
 def redistribute(
@@ -93,8 +93,8 @@ def redistribute(
 ) -> tuple[torch.Tensor, NDArray[np.bool_]]:
     """Move own rows of one row set of a single sequence to the owners of another.
 
-    Returns the new own rows [own of new, ...] and which of them came from the old set; the others are left as zeros for the
-    caller to fill.
+    Returns the new own rows [own of new, ...] and which of them came from the old set; the others are left as zeros
+    for the caller to fill.
     """
     if np.array_equal(old.positions, new.positions):
         return own, np.ones(len(old.own_rows), dtype=bool)

@@ -46,7 +46,8 @@ class Observation:
     Attributes:
         keep_local: collect the online Local contribution of each layer in these layers (artifact production).
         local: by layer, chunks of [rows, G * C].
-        salience_rows: bool [R] of the row set: rows whose Indexer scores are summed, in the layers of `salience_layers`.
+        salience_rows: bool [R] of the row set: rows whose Indexer scores are summed, in the layers of
+            `salience_layers`.
         salience: sums of scores per entry, and rows that saw the entry, over all ranks.
         fanout: own rows by number of experts run, in the layers of `fanout_layers`: int64 [top_k + 1].
         after_layer: called when a layer is done and its part of the pool is final.

@@ -21,8 +21,8 @@ class ExtraRow:
     """A raw row that does not run in this step but may be pooled.
 
     Attributes:
-        exact: it is what the full context would give (a row of an exact prefix, or one that ran in an earlier step). Rows that
-            are not may feed a fresh segment's first window, but never refresh a document's entry.
+        exact: it is what the full context would give (a row of an exact prefix, or one that ran in an earlier step).
+            Rows that are not may feed a fresh segment's first window, but never refresh a document's entry.
     """
 
     sequence: int
@@ -35,7 +35,8 @@ class RatioTables:
     """Tables shared by all layers of one compression ratio (0: no compressor).
 
     Attributes:
-        tail_targets, tail_sources: int64: raw rows to keep for decoding, as rows of the pool's tails and of the raw rows.
+        tail_targets, tail_sources: int64: raw rows to keep for decoding, as rows of the pool's tails and of the raw
+            rows.
     """
 
     attention: AttentionTable
@@ -45,8 +46,8 @@ class RatioTables:
 
 
 def visible_entries(segments: Sequence[Segment], positions: NDArray[np.int64], ratio: int) -> NDArray[np.int64]:
-    """Compressed entries a row at each position may see: those whose window's last token is at or before it. The partial
-    window of a document is seen once the whole document is before the row."""
+    """Compressed entries a row at each position may see: those whose window's last token is at or before it. The
+    partial window of a document is seen once the whole document is before the row."""
     visible = np.zeros(len(positions), dtype=np.int64)
     if ratio == 0:
         return visible
@@ -69,9 +70,7 @@ def attention_table(
         first = len(records)
         for segment in state.segments:
             count = segment.entries(ratio)
-            records.append(
-                (segment.start, segment.stop, state.latent_offset + segment.start, entry_offset, count)
-            )
+            records.append((segment.start, segment.stop, state.latent_offset + segment.start, entry_offset, count))
             entry_offset += count
         spans.append((first, len(records)))
     visible = np.zeros(rows.rows, dtype=np.int64)
@@ -98,12 +97,15 @@ def _pool_positions(segment: Segment, windows: NDArray[np.int64], ratio: int, ov
     return np.concatenate([before, own], axis=1)
 
 
-def _refreshed(segment: Segment, slots: NDArray[np.int64], positions: NDArray[np.int64], exact: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _refreshed(
+    segment: Segment, slots: NDArray[np.int64], positions: NDArray[np.int64], exact: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
     """Which windows have all the rows they pool. A document's entry also needs them all to be exact."""
     there = (slots >= 0) | (positions < 0)
     if segment.kind is not SegmentKind.FRESH:
         there &= exact | (positions < 0)
-    return there.all(axis=1)
+    complete: NDArray[np.bool_] = np.asarray(there.all(axis=1))
+    return complete
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +189,11 @@ def ratio_tables(
     """Tables of a step by ratio. `extras` lists, by ratio, the raw rows that do not run in the step."""
     tables = {}
     for kind in dict.fromkeys(geometry.attention_kinds):
-        ratio = {AttentionKind.SLIDING: 0, AttentionKind.CSA: geometry.csa_ratio, AttentionKind.HCA: geometry.hca_ratio}[kind]
+        ratio = {
+            AttentionKind.SLIDING: 0,
+            AttentionKind.CSA: geometry.csa_ratio,
+            AttentionKind.HCA: geometry.hca_ratio,
+        }[kind]
         attention = attention_table(sequences, rows, ratio, device)
         empty = torch.empty(0, dtype=torch.int64, device=device)
         if ratio == 0:

@@ -28,7 +28,7 @@ class EngineTokenizer:
             )  # fmt: skip
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001  the library raises bare Exception for every fault of the file
+        except Exception as error:
             raise EngineError("the tokenizer cannot be read", found=error, path=path) from error
 
     def encode(self, text: str) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
@@ -29,7 +31,7 @@ class LayerWalk:
         self,
         geometry: ModelGeometry,
         weights: list[Weights],
-        ropes: dict[AttentionKind, torch.Tensor],
+        ropes: Mapping[AttentionKind, torch.Tensor],
         ops: Ops,
         *,
         first_expert: int,
@@ -104,13 +106,21 @@ class LayerWalk:
         full = step.rows.full_in(chunk)
         restored = step.restore(layer, np.arange(chunk.rows.start + full, chunk.rows.stop))
         tap = observe.local.setdefault(layer, []).append if layer in observe.keep_local else None
-        return torch.as_tensor(
-            model.attend(
-                ops, spec, weights, ops.all_gather(own.query_latent, chunk.counts), full,
-                tables.attention.rows(chunk.rows), pool.latents[layer], pool.entries[layer], selected, restored, rope,
-                tap=tap,
-            )  # fmt: skip
+        partial: torch.Tensor = model.attend(
+            ops,
+            spec,
+            weights,
+            ops.all_gather(own.query_latent, chunk.counts),
+            full,
+            tables.attention.rows(chunk.rows),
+            pool.latents[layer],
+            pool.entries[layer],
+            selected,
+            restored,
+            rope,
+            tap=tap,
         )
+        return partial
 
     def _salience(
         self,
@@ -125,11 +135,12 @@ class LayerWalk:
         assert observe.salience_rows is not None
         ops, weights = self._ops, self._weights[spec.layer]
         index_keys = pool.index_keys[spec.layer]
-        assert index_keys is not None
+        assert index_keys is not None, "salience is asked of CSA layers only"
         entries = int(tables.attention.segments[:, -1].sum())
         sums = [torch.zeros(2, entries, dtype=torch.float64)]
         for chunk, own in zip(step.rows.chunks, projected, strict=True):
             asked = torch.from_numpy(np.flatnonzero(observe.salience_rows[chunk.own_rows]))
+            assert own.index_weights is not None
             query = model.index_query(ops, spec, weights, own.query_latent[asked])
             total, seen = ops.index_salience(
                 query, own.index_weights[asked], index_keys, tables.attention.rows(chunk.own_rows).rows(asked),

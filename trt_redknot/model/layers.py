@@ -35,7 +35,9 @@ class Projected:
     index_weights: Tensor | None
 
 
-def project(ops: Ops, spec: LayerSpec, weights: Weights, streams: Tensor, frame_positions: Tensor, rope: Tensor) -> Projected:
+def project(
+    ops: Ops, spec: LayerSpec, weights: Weights, streams: Tensor, frame_positions: Tensor, rope: Tensor
+) -> Projected:
     """Own rows of a chunk: streams [R, S, M], positions in their segment's frame [R]."""
     g = spec.geometry
     hidden, post, comb = ops.hyper_connection_pre(
@@ -95,9 +97,7 @@ def select_entries(
 ) -> Tensor:
     """Entries each row of a chunk attends to: own rows score, all ranks gather: [rows of the chunk, top_k]."""
     query = index_query(ops, spec, weights, projected.query_latent)
-    own = ops.lightning_indexer(
-        query, projected.index_weights, index_keys, table, rope, top_k=spec.geometry.index_topk
-    )
+    own = ops.lightning_indexer(query, projected.index_weights, index_keys, table, rope, top_k=spec.geometry.index_topk)
     return ops.all_gather(own, counts)
 
 

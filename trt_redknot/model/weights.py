@@ -1,4 +1,5 @@
-"""A rank's weights under the names the layer functions use: the checkpoint's canonical names, attention split by head role."""
+"""A rank's weights under the names the layer functions use: the checkpoint's canonical names, attention split by
+head role."""
 
 from __future__ import annotations
 

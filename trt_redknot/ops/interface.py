@@ -1,7 +1,8 @@
 """The named ops the network is written over. A backend implements them; `model/` calls nothing else.
 
 `Tensor` is whatever the backend computes with: torch tensors for `torch`, network tensors for `tensorrt`.
-Shape suffixes are those of :mod:`trt_redknot.config.geometry`; `R1` are the rows that run all heads (R1 <= R, they come first).
+Shape suffixes are those of :mod:`trt_redknot.config.geometry`; `R1` are the rows that run all heads (R1 <= R, they
+come first).
 """
 
 from __future__ import annotations
@@ -27,16 +28,34 @@ class Ops(Protocol):
         """RMS norm over the last axis, in fp32, rounded once."""
 
     def hyper_connection_pre(
-        self, streams_RSM: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_M: Tensor, *,
-        iterations: int, eps: float, norm_eps: float,
+        self,
+        streams_RSM: Tensor,
+        fn: Tensor,
+        base: Tensor,
+        scale: Tensor,
+        norm_M: Tensor,
+        *,
+        iterations: int,
+        eps: float,
+        norm_eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """mHC before a block, with the block's RMS norm: (normed input [R, M], post [R, S], comb [R, S, S])."""
 
-    def hyper_connection_post(self, streams_RSM: Tensor, output_RM: Tensor, post_RS: Tensor, comb_RSS: Tensor) -> Tensor:
+    def hyper_connection_post(
+        self, streams_RSM: Tensor, output_RM: Tensor, post_RS: Tensor, comb_RSS: Tensor
+    ) -> Tensor:
         """mHC after a block: post * output + comb^T streams, [R, S, M]."""
 
     def hyper_head(
-        self, streams_RSM: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_M: Tensor, *, eps: float, norm_eps: float
+        self,
+        streams_RSM: Tensor,
+        fn: Tensor,
+        base: Tensor,
+        scale: Tensor,
+        norm_M: Tensor,
+        *,
+        eps: float,
+        norm_eps: float,
     ) -> Tensor:
         """Collapse the streams before the head, with the final norm: [R, M]."""
 
@@ -65,15 +84,27 @@ class Ops(Protocol):
     def index_salience(
         self, q_RHI: Tensor, weights_RH: Tensor, keys_EI: Tensor, table: AttentionTable, rope: Tensor, *, entries: int
     ) -> tuple[Tensor, Tensor]:
-        """For rows of one sequence: the sum of the scores they give each entry, and how many of them see it: [E], [E]."""
+        """For rows of one sequence: the sum of the scores they give each entry, and how many of them see it: [E],
+        [E]."""
 
     def seg_latent_attention(
-        self, q_global: Tensor, q_local: Tensor, table: AttentionTable, latents: Tensor, entries: Tensor | None,
-        selected: Tensor | None, sinks_global: Tensor, sinks_local: Tensor, rope: Tensor, *, window: int,
+        self,
+        q_global: Tensor,
+        q_local: Tensor,
+        table: AttentionTable,
+        latents: Tensor,
+        entries: Tensor | None,
+        selected: Tensor | None,
+        sinks_global: Tensor,
+        sinks_local: Tensor,
+        rope: Tensor,
+        *,
+        window: int,
     ) -> tuple[Tensor, Tensor]:
         """Attention over a segment table: Global heads on R rows, Local heads on the first R1.
 
-        `entries` None: sliding window only. `selected` None: every visible entry (HCA), else those rows of the pool (CSA).
+        `entries` None: sliding window only. `selected` None: every visible entry (HCA), else those rows of the pool
+        (CSA).
         Outputs carry inverse output RoPE: [R, Hg, D], [R1, Hl, D].
         """
 
@@ -86,7 +117,8 @@ class Ops(Protocol):
     def route_learned(
         self, x_RM: Tensor, weight_XM: Tensor, bias_X: Tensor, *, top_k: int, scale: float, scoring: str, tau: float
     ) -> tuple[Tensor, Tensor]:
-        """(expert ids int64 [R, k], weights [R, k]), heaviest first; experts dropped by adaptive fanout are -1 with 0."""
+        """(expert ids int64 [R, k], weights [R, k]), heaviest first; experts dropped by adaptive fanout are -1 with
+        0."""
 
     def route_hash(
         self, x_RM: Tensor, weight_XM: Tensor, table_Vk: Tensor, tokens_R: Tensor, *, scale: float, scoring: str
@@ -94,9 +126,18 @@ class Ops(Protocol):
         """The same by the token's row of a fixed table. Raises where a token is outside the table."""
 
     def experts(
-        self, x_RM: Tensor, ids_Rk: Tensor, weights_Rk: Tensor, gate_up: Tensor, down: Tensor, *, first: int, limit: float
+        self,
+        x_RM: Tensor,
+        ids_Rk: Tensor,
+        weights_Rk: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        first: int,
+        limit: float,
     ) -> Tensor:
-        """Weighted sum over the experts `first`, `first + 1`, ... held here; rows of other experts add nothing: [R, M]."""
+        """Weighted sum over the experts `first`, `first + 1`, ... held here; rows of other experts add nothing: [R,
+        M]."""
 
     def shared_expert(self, x_RM: Tensor, gate_FM: Tensor, up_FM: Tensor, down_MF: Tensor, *, limit: float) -> Tensor:
         """Clamped SwiGLU: [R, M]."""

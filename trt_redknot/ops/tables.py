@@ -1,4 +1,5 @@
-"""Tables that tell the ops where a row's keys lie. Plain tensors, built once a step, the same for all layers of a kind."""
+"""Tables that tell the ops where a row's keys lie. Plain tensors, built once a step, the same for all layers of a
+kind."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ class AttentionTable:
     """Where the keys of R rows lie in the cache pool, for layers with one compression ratio.
 
     Attributes:
-        segments: int64 [segments, 5]: request position of the first token (the frame's origin), of the first token after
-            it, pool row of its first latent, pool row of its first entry, entries. Segments of one sequence are
+        segments: int64 [segments, 5]: request position of the first token (the frame's origin), of the first token
+            after it, pool row of its first latent, pool row of its first entry, entries. Segments of one sequence are
             consecutive, and so are their entries in the pool.
         row_segments: int64 [R, 2]: first segment of the row's sequence, and one past its last.
         positions: int64 [R]: request position of the row.

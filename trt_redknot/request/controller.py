@@ -1,7 +1,7 @@
 """Which rows run: the protected set, the candidates, the active budget (design section 4).
 
-Counts are known before anything runs; only *which* candidate windows are taken waits for the Indexer scores of the leading
-fence. A device can therefore keep its shapes fixed.
+Counts are known before anything runs; only *which* candidate windows are taken waits for the Indexer scores of the
+leading fence. A device can therefore keep its shapes fixed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _mark_whole_windows(protections: NDArray[np.uint8], segment: Segment, window
 def protect(segments: Sequence[Segment], policy: ReusePolicy | None, window: int) -> NDArray[np.uint8]:
     """Flags of :class:`Protection` that are known before the leading fence runs: uint8 [N].
 
-    `policy` None protects every row (the recompute arm). Rows of an exact prefix need no protection: Q is the last fresh
-    segment, or the last window of a request that ends with a document.
+    `policy` None protects every row (the recompute arm). Rows of an exact prefix need no protection: Q is the last
+    fresh segment, or the last window of a request that ends with a document.
     """
     total = segments[-1].stop
     flags = np.zeros(total, dtype=np.uint8)
@@ -116,7 +116,8 @@ def select_rows(
     Args:
         flags: what `protect` returned.
         scores: [E] Indexer score of every compressed entry of the sequence, best is most; None ranks in request order.
-        live_scores: the scores were computed in this request by the leading fence. Otherwise they are the salience kept in
+        live_scores: the scores were computed in this request by the leading fence. Otherwise they are the salience
+            kept in
             the artifacts: then I_top is empty and they only rank the candidates.
         top_entries: candidate windows that I_top protects.
 
@@ -125,10 +126,7 @@ def select_rows(
     """
     flags = flags.copy()
     windows = candidates(segments, flags, window)
-    if scores is None:
-        order = np.arange(len(windows.starts))
-    else:
-        order = np.argsort(-scores[windows.entries], kind="stable")
+    order = np.arange(len(windows.starts)) if scores is None else np.argsort(-scores[windows.entries], kind="stable")
     top = order[: top_entries if live_scores else 0]
     flags[_rows_of(windows, top)] |= int(Protection.TOP_ENTRIES)
     rest = order[len(top) :]

@@ -1,4 +1,5 @@
-"""From the parts of a request to its tokens and segment table; every bad input is refused here, before anything runs."""
+"""From the parts of a request to its tokens and segment table; every bad input is refused here, before anything
+runs."""
 
 from __future__ import annotations
 
@@ -123,7 +124,12 @@ def lay_out(request: Request, documents: Sequence[NDArray[np.int64]], geometry: 
             kind = SegmentKind.PREFIX if start == 0 and not edits else SegmentKind.RELOCATED
             segments.append(
                 Segment(
-                    index=len(segments), kind=kind, start=start, length=len(ids), artifact_id=part.artifact_id, edits=edits
+                    index=len(segments),
+                    kind=kind,
+                    start=start,
+                    length=len(ids),
+                    artifact_id=part.artifact_id,
+                    edits=edits,
                 )
             )
         tokens.append(ids)

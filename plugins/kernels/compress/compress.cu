@@ -7,25 +7,154 @@
 namespace redknot {
 namespace {
 
-// Softmax pooling of one channel, slot after slot, with a single exponential each.
+constexpr int kFewThreads = 128;
+constexpr int kMaxSharedBytes = 48 * 1024;
+constexpr int kMaxThreads = 512;
+constexpr int kBatch = 4;     // slots pooled at a time
+constexpr int kFewSlots = 8;  // entries of at most so many slots take the warp kernel
+constexpr float kLog2E = 1.4426950408889634F;
+
+// Softmax pooling of one channel. Logits are in units of log 2.
 struct Pool {
   float peak = -INFINITY;
   float total = 0.0F;
   float sum = 0.0F;
 
-  __device__ __forceinline__ void add(float logit, float value) { merge(logit, 1.0F, value); }
+  // Absent slots have logit -inf and value 0.
+  __device__ __forceinline__ void add(float const (&logits)[kBatch], float const (&values)[kBatch]) {
+    float raised = peak;
+#pragma unroll
+    for (float const logit : logits) raised = raise(raised, logit);
+    float const safe = raised == -INFINITY ? 0.0F : raised;
+    float const keep = exp2f(peak - safe);
+    total *= keep;
+    sum *= keep;
+#pragma unroll
+    for (int slot = 0; slot < kBatch; ++slot) {
+      float const weight = exp2f(logits[slot] - safe);
+      total += weight;
+      sum = fmaf(weight, values[slot], sum);
+    }
+    peak = raised;
+  }
 
   __device__ __forceinline__ void merge(float other_peak, float other_total, float other_sum) {
-    if (other_peak == -INFINITY) return;
-    float const factor = __expf(-fabsf(other_peak - peak));
-    bool const raised = other_peak > peak;
-    float const keep = raised ? factor : 1.0F;
-    float const take = raised ? 1.0F : factor;
-    peak = raised ? other_peak : peak;
+    float const raised = raise(peak, other_peak);
+    float const safe = raised == -INFINITY ? 0.0F : raised;
+    float const keep = exp2f(peak - safe);
+    float const take = exp2f(other_peak - safe);
     total = keep * total + take * other_total;
     sum = keep * sum + take * other_sum;
+    peak = raised;
+  }
+
+ private:
+  // The larger, NaN if either is: fmaxf would lose it.
+  static __device__ __forceinline__ float raise(float a, float b) { return b > a || b != b ? b : a; }
+};
+
+// What one thread reads of one entry: eight channels of some slots.
+struct SlotReader {
+  CompressParams const& params;
+  int64_t const* slots;
+  int channel;
+  int ratio;
+  int64_t stride;
+
+  __device__ __forceinline__ SlotReader(CompressParams const& all, int64_t entry, int first_channel)
+      : params(all),
+        slots(all.slots + entry * all.slots_an_entry),
+        channel(first_channel),
+        ratio(all.slots_an_entry / all.series),
+        stride(static_cast<int64_t>(all.series) * all.width) {}
+
+  // Raw gate and value of a slot; -1 and slots past the last are absent, other rows outside the raw ones are NaN.
+  __device__ __forceinline__ bool load(int slot, uint4& gate, uint4& value) const {
+    gate = value = uint4{~0U, ~0U, ~0U, ~0U};
+    if (slot >= params.slots_an_entry) return false;
+    int64_t const row = __ldg(slots + slot);
+    if (row == -1) return false;
+    if (row >= 0 && row < params.raw_rows) {
+      int64_t const offset = row * stride + series_channel(slot);
+      gate = load_once(static_cast<__nv_bfloat16 const*>(params.gate) + offset);
+      value = load_once(static_cast<__nv_bfloat16 const*>(params.kv) + offset);
+    }
+    return true;
+  }
+
+  // The window before gives the first series, the window itself the last.
+  __device__ __forceinline__ int64_t series_channel(int slot) const {
+    return (slot < ratio ? 0 : static_cast<int64_t>(params.width)) + channel;
+  }
+
+  __device__ __forceinline__ void bias(int slot, float (&values)[kVector]) const {
+    int64_t const offset = (slot < ratio ? slot : slot - ratio) * stride + series_channel(slot);
+    load_weights(params.ape, params.ape_is_float, offset, values);
   }
 };
+
+__device__ __forceinline__ RowFinish finish_of(CompressParams const& params) {
+  return {params.norm,     params.norm_is_float, params.rope,   params.rope_positions,
+          params.rope_dim, params.width,         params.format, params.eps};
+}
+
+__device__ __forceinline__ uint8_t* target_of(CompressParams const& params, int64_t entry) {
+  int64_t const target = params.out_rows == nullptr ? entry : params.out_rows[entry];
+  if (target < 0 || target >= params.pool_rows) return nullptr;
+  return static_cast<uint8_t*>(params.out) + target * row_bytes(params.format, params.width, params.rope_dim);
+}
+
+// Adds slots `first`, `first + step`, ... of one entry, kBatch of them, to the pools of eight channels.
+__device__ __forceinline__ void pool_batch(SlotReader const& reader, int first, int step, Pool (&pools)[kVector]) {
+  uint4 gates[kBatch];
+  uint4 raws[kBatch];
+  bool present[kBatch];
+#pragma unroll
+  for (int index = 0; index < kBatch; ++index) present[index] = reader.load(first + index * step, gates[index], raws[index]);
+  float logits[kBatch][kVector];
+  float values[kBatch][kVector];
+#pragma unroll
+  for (int index = 0; index < kBatch; ++index) {
+    unpack_bf16(gates[index], logits[index]);
+    unpack_bf16(raws[index], values[index]);
+    float bias[kVector] = {};
+    if (present[index]) reader.bias(first + index * step, bias);
+#pragma unroll
+    for (int channel = 0; channel < kVector; ++channel) {
+      logits[index][channel] = present[index] ? (logits[index][channel] + bias[channel]) * kLog2E : -INFINITY;
+      values[index][channel] = present[index] ? values[index][channel] : 0.0F;
+    }
+  }
+#pragma unroll
+  for (int channel = 0; channel < kVector; ++channel) {
+    float const batch_logits[kBatch] = {logits[0][channel], logits[1][channel], logits[2][channel], logits[3][channel]};
+    float const batch_values[kBatch] = {values[0][channel], values[1][channel], values[2][channel], values[3][channel]};
+    pools[channel].add(batch_logits, batch_values);
+  }
+}
+
+// One warp an entry of few slots: nothing but registers.
+template <int kVectors>
+__global__ void __launch_bounds__(kFewThreads) compress_few_kernel(CompressParams const params) {
+  int64_t const entry = static_cast<int64_t>(blockIdx.x) * (kFewThreads / kWarp) + threadIdx.x / kWarp;
+  if (entry >= params.entries) return;
+  int const lane = static_cast<int>(threadIdx.x) % kWarp;
+  float values[kVectors][kVector];
+#pragma unroll
+  for (int index = 0; index < kVectors; ++index) {
+    int const channel = (index * kWarp + lane) * kVector;
+#pragma unroll
+    for (float& value : values[index]) value = 0.0F;
+    if (channel >= params.width) continue;
+    SlotReader const reader(params, entry, channel);
+    Pool pools[kVector];
+#pragma unroll
+    for (int first = 0; first < kFewSlots; first += kBatch) pool_batch(reader, first, 1, pools);
+#pragma unroll
+    for (int slot = 0; slot < kVector; ++slot) values[index][slot] = pools[slot].sum / pools[slot].total;
+  }
+  finish_row<kWarp, kVectors>(finish_of(params), lane, params.positions[entry], target_of(params, entry), values, nullptr);
+}
 
 // One block an entry. Thread (group, lane): eight channels of every kGroups-th slot; groups merge in shared memory.
 template <int kVectors>
@@ -36,37 +165,12 @@ __global__ void compress_kernel(CompressParams const params, int lanes, int grou
   int const group = static_cast<int>(threadIdx.x) / lanes;
   int const channel = lane * kVector;
   int const width = params.width;
-  int const ratio = params.slots_an_entry / params.series;
-  int64_t const stride = static_cast<int64_t>(params.series) * width;
-  int64_t const* const slots = params.slots + entry * params.slots_an_entry;
 
-  Pool pools[kVector];
   if (group < groups) {
-#pragma unroll 4
-    for (int slot = group; slot < params.slots_an_entry; slot += groups) {
-      int64_t const row = __ldg(slots + slot);
-      if (row == -1) continue;
-      int const series = slot / ratio;  // the window before gives the first series, the window itself the last
-      int64_t const offset = static_cast<int64_t>(series) * width + channel;
-      float bias[kVector];
-      float logits[kVector];
-      float values[kVector];
-      int64_t const ape_offset = (slot - series * ratio) * stride + offset;
-      if (params.ape_is_float) {
-        load_floats(static_cast<float const*>(params.ape) + ape_offset, bias);
-      } else {
-        unpack_bf16(__ldg(reinterpret_cast<uint4 const*>(static_cast<__nv_bfloat16 const*>(params.ape) + ape_offset)), bias);
-      }
-      bool const inside = row >= 0 && row < params.raw_rows;
-      uint4 const poison{~0U, ~0U, ~0U, ~0U};
-      auto const* gate = static_cast<__nv_bfloat16 const*>(params.gate) + row * stride + offset;
-      auto const* kv = static_cast<__nv_bfloat16 const*>(params.kv) + row * stride + offset;
-      uint4 const gate_raw = inside ? load_once(gate) : poison;
-      uint4 const kv_raw = inside ? load_once(kv) : poison;
-      unpack_bf16(gate_raw, logits);
-      unpack_bf16(kv_raw, values);
-#pragma unroll
-      for (int index = 0; index < kVector; ++index) pools[index].add(logits[index] + bias[index], values[index]);
+    SlotReader const reader(params, entry, channel);
+    Pool pools[kVector];
+    for (int slot = group; slot < params.slots_an_entry; slot += groups * kBatch) {
+      pool_batch(reader, slot, groups, pools);
     }
 #pragma unroll
     for (int index = 0; index < kVector; ++index) {
@@ -95,21 +199,18 @@ __global__ void compress_kernel(CompressParams const params, int lanes, int grou
 #pragma unroll
     for (int slot = 0; slot < kVector; ++slot) values[index][slot] = first < width ? pooled[first + slot] : 0.0F;
   }
-  RowFinish const finish{params.norm, params.norm_is_float, params.rope,   params.rope_positions, params.rope_dim,
-                         width,       params.format,        params.eps};
-  int64_t const target = params.out_rows == nullptr ? entry : params.out_rows[entry];
-  uint8_t* out = nullptr;
-  if (target >= 0 && target < params.pool_rows) {
-    out = static_cast<uint8_t*>(params.out) + target * row_bytes(params.format, width, params.rope_dim);
-  }
-  finish_row<kWarp, kVectors>(finish, static_cast<int>(threadIdx.x), params.positions[entry], out, values, nullptr);
+  finish_row<kWarp, kVectors>(finish_of(params), static_cast<int>(threadIdx.x), params.positions[entry],
+                              target_of(params, entry), values, nullptr);
 }
-
-constexpr int kMaxSharedBytes = 48 * 1024;
-constexpr int kMaxThreads = 512;
 
 template <int kVectors>
 Status launch(CompressParams const& params, cudaStream_t stream) {
+  if (params.slots_an_entry <= kFewSlots) {
+    int64_t const blocks = (params.entries + kFewThreads / kWarp - 1) / (kFewThreads / kWarp);
+    compress_few_kernel<kVectors><<<static_cast<unsigned>(blocks), kFewThreads, 0, stream>>>(params);
+    REDKNOT_LAUNCHED();
+    return Status::kSuccess;
+  }
   int const lanes = params.width / kVector;
   int const most = std::min(kMaxThreads / lanes, (kMaxSharedBytes / 4 / params.width - 1) / 3);
   int const groups = std::clamp(params.slots_an_entry / 4, 1, most);

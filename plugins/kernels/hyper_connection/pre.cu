@@ -1,5 +1,6 @@
-// Two kernels a chunk of rows: the mixes (streams x fn, split over the long axis, on tensor cores), then Sinkhorn and the
-// collapse with its norm. A chunk is small enough for the second kernel to find the streams in L2.
+// Three kernels: the mixes (streams x fn, split over the long axis, on tensor cores; each block keeps its slice of fn in
+// shared memory and streams rows past it), their weights (Sinkhorn, a row a thread), then the collapse with its norm, from
+// the last row back, so that the streams read last by the first kernel are still in L2.
 
 #include <algorithm>
 
@@ -11,37 +12,28 @@ namespace redknot {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTileRows = 128;      // 8 warps of 16 rows
-constexpr int kStage = 512;         // depth of fn held in shared memory at a time
-constexpr int kStagePitch = kStage + 32;  // rows 64 bytes apart modulo the banks: quads of lanes do not collide
-constexpr int kMixTiles = 3;        // of eight mixes
+constexpr int kTileRows = 128;            // 8 warps of 16 rows
+constexpr int kSlice = 1024;              // depth of one block
+constexpr int kSlicePitch = kSlice + 32;  // rows 64 bytes apart modulo the banks: quads of lanes do not collide
+constexpr int kMixTiles = 3;              // of eight mixes
 constexpr int kMixes = kMixTiles * 8;
-constexpr int kPartial = 32;        // floats a row and split: mixes, then the sum of squares at kMixes
-constexpr size_t kStageBytes = 2UL * kMixes * kStagePitch * sizeof(__nv_bfloat16);
-constexpr int64_t kChunkBytes = 24LL << 20;
+constexpr int kPartial = 28;              // floats a row and split: mixes, then the sum of squares at kMixes
+constexpr int kPre = 4;                   // floats a row: weights of the collapse
+constexpr size_t kSliceBytes = 2UL * kMixes * kSlicePitch * sizeof(__nv_bfloat16);
+constexpr int kResidentBlocks = 2 * 132;  // two blocks on each of a Hopper chip's multiprocessors
+constexpr int kWeighThreads = 64;
 
 struct Split {
   int depth;   // streams * hidden
-  int stages;  // of one split
   int splits;
 };
 
+Split split_of(int64_t depth) {
+  return {static_cast<int>(depth), static_cast<int>((depth + kSlice - 1) / kSlice)};
+}
+
 int mix_count(HyperConnectionPreParams const& params) {
   return params.head ? params.stream_count : (2 + params.stream_count) * params.stream_count;
-}
-
-Split split_of(int64_t rows, int64_t depth) {
-  int64_t const stages = (depth + kStage - 1) / kStage;
-  int64_t const tiles = (rows + kTileRows - 1) / kTileRows;
-  int64_t const wanted = std::clamp<int64_t>(264 / tiles, 1, stages);  // two blocks on each of a Hopper chip's 132 SMs
-  int64_t const stages_a_split = (stages + wanted - 1) / wanted;
-  return {static_cast<int>(depth), static_cast<int>(stages_a_split),
-          static_cast<int>((stages + stages_a_split - 1) / stages_a_split)};
-}
-
-int64_t chunk_rows(int64_t rows, int64_t depth) {
-  int64_t const fitting = std::max<int64_t>(1, kChunkBytes / (2 * depth * kTileRows)) * kTileRows;
-  return std::min(rows, fitting);
 }
 
 // C[16 x 8] += A[16 x 16] B[16 x 8], bf16 in, fp32 out.
@@ -54,8 +46,8 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t const (&a)[4], uint3
 
 // fn as two bf16 terms (16 bits of mantissa) into shared memory: high [mixes][pitch], then low.
 __device__ void stage_fn(float const* fn, int mixes, int depth, int first, __nv_bfloat16* high) {
-  __nv_bfloat16* const low = high + kMixes * kStagePitch;
-  constexpr int kQuads = kStage / 4;
+  __nv_bfloat16* const low = high + kMixes * kSlicePitch;
+  constexpr int kQuads = kSlice / 4;
   for (int index = static_cast<int>(threadIdx.x); index < kMixes * kQuads; index += kThreads) {
     int const mix = index / kQuads;
     int const column = index % kQuads * 4;
@@ -65,7 +57,7 @@ __device__ void stage_fn(float const* fn, int mixes, int depth, int first, __nv_
     }
     float const rest[4] = {value.x - round_bf16(value.x), value.y - round_bf16(value.y), value.z - round_bf16(value.z),
                            value.w - round_bf16(value.w)};
-    int const target = mix * kStagePitch + column;
+    int const target = mix * kSlicePitch + column;
     *reinterpret_cast<uint2*>(high + target) = {pack_pair(value.x, value.y), pack_pair(value.z, value.w)};
     *reinterpret_cast<uint2*>(low + target) = {pack_pair(rest[0], rest[1]), pack_pair(rest[2], rest[3])};
   }
@@ -80,36 +72,35 @@ __device__ __forceinline__ float squares(uint4 raw) {
   return sum;
 }
 
-// Partial mixes and sums of squares of 128 rows over one split of the depth. The depth is permuted inside blocks of 32 (a
-// lane's 16-byte load feeds two products), alike for both operands, which leaves the sums unchanged.
+// Partial mixes and sums of squares over one slice of the depth, for every gridDim.x-th tile of 128 rows. The depth is
+// permuted inside blocks of 32 (a lane's 16-byte load feeds two products), alike for both operands: sums do not change.
 __global__ void __launch_bounds__(kThreads, 2)
-    mix_kernel(HyperConnectionPreParams const params, int mixes, Split const split, int64_t first_row, int64_t rows) {
+    mix_kernel(HyperConnectionPreParams const params, int mixes, Split const split, float* partials) {
   extern __shared__ uint4 shared_raw[];
   auto* const high = reinterpret_cast<__nv_bfloat16*>(shared_raw);
-  __nv_bfloat16* const low = high + kMixes * kStagePitch;
+  __nv_bfloat16* const low = high + kMixes * kSlicePitch;
   int const lane = static_cast<int>(threadIdx.x) % kWarp;
   int const warp = static_cast<int>(threadIdx.x) / kWarp;
   int const group = lane / 4;
   int const quad = lane % 4;
-  int64_t const tile_row = static_cast<int64_t>(blockIdx.x) * kTileRows + warp * 16 + group;
-  auto const* streams = static_cast<__nv_bfloat16 const*>(params.streams) + first_row * split.depth;
-  __nv_bfloat16 const* const upper = streams + min(tile_row, rows - 1) * split.depth + quad * kVector;
-  __nv_bfloat16 const* const lower = streams + min(tile_row + 8, rows - 1) * split.depth + quad * kVector;
-
-  float sums[kMixTiles][4] = {};
-  float square_upper = 0.0F;
-  float square_lower = 0.0F;
-  int const begin = static_cast<int>(blockIdx.y) * split.stages * kStage;
-  int const end = min(begin + split.stages * kStage, split.depth);
-  for (int first = begin; first < end; first += kStage) {
-    __syncthreads();
-    stage_fn(params.fn, mixes, split.depth, first, high);
-    __syncthreads();
-    int const blocks = min(kStage, end - first) / 32;
+  int const first = static_cast<int>(blockIdx.y) * kSlice;
+  int const blocks = min(kSlice, split.depth - first) / 32;
+  stage_fn(params.fn, mixes, split.depth, first, high);
+  __syncthreads();
+  auto const* streams = static_cast<__nv_bfloat16 const*>(params.streams) + first + quad * kVector;
+  float* const partial = partials + static_cast<int64_t>(blockIdx.y) * params.rows * kPartial;
+  int64_t const tiles = (params.rows + kTileRows - 1) / kTileRows;
+  for (int64_t tile_index = blockIdx.x; tile_index < tiles; tile_index += gridDim.x) {
+    int64_t const tile_row = tile_index * kTileRows + warp * 16 + group;
+    __nv_bfloat16 const* const upper = streams + min(tile_row, params.rows - 1) * split.depth;
+    __nv_bfloat16 const* const lower = streams + min(tile_row + 8, params.rows - 1) * split.depth;
+    float sums[kMixTiles][4] = {};
+    float square_upper = 0.0F;
+    float square_lower = 0.0F;
 #pragma unroll 4
     for (int block = 0; block < blocks; ++block) {
-      uint4 const a = load_once(upper + first + block * 32);
-      uint4 const b = load_once(lower + first + block * 32);
+      uint4 const a = load_once(upper + block * 32);
+      uint4 const b = load_once(lower + block * 32);
       square_upper += squares(a);
       square_lower += squares(b);
       uint32_t const early[4] = {a.x, b.x, a.y, b.y};
@@ -117,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int tile = 0; tile < kMixTiles; ++tile) {
         if (tile * 8 >= mixes) break;
-        int const source = (tile * 8 + group) * kStagePitch + block * 32 + quad * kVector;
+        int const source = (tile * 8 + group) * kSlicePitch + block * 32 + quad * kVector;
         uint4 const h = *reinterpret_cast<uint4 const*>(high + source);
         uint4 const l = *reinterpret_cast<uint4 const*>(low + source);
         mma(sums[tile], early, h.x, h.y);
@@ -126,20 +117,21 @@ __global__ void __launch_bounds__(kThreads, 2)
         mma(sums[tile], late, l.z, l.w);
       }
     }
-  }
-  square_upper = lane_sum<4>(square_upper);
-  square_lower = lane_sum<4>(square_lower);
-  float* const partial = static_cast<float*>(params.workspace) + static_cast<int64_t>(blockIdx.y) * rows * kPartial;
+    square_upper = lane_sum<4>(square_upper);
+    square_lower = lane_sum<4>(square_lower);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    int64_t const row = tile_row + half * 8;
-    if (row >= rows) continue;
-    float* const target = partial + row * kPartial;
+    for (int half = 0; half < 2; ++half) {
+      int64_t const row = tile_row + half * 8;
+      if (row >= params.rows) continue;
+      float* const target = partial + row * kPartial;
 #pragma unroll
-    for (int tile = 0; tile < kMixTiles; ++tile) {
-      *reinterpret_cast<float2*>(target + tile * 8 + quad * 2) = {sums[tile][half * 2], sums[tile][half * 2 + 1]};
+      for (int tile = 0; tile < kMixTiles; ++tile) {
+        *reinterpret_cast<float2*>(target + tile * 8 + quad * 2) = {sums[tile][half * 2], sums[tile][half * 2 + 1]};
+      }
+      if (quad == 0) {
+        *reinterpret_cast<float4*>(target + kMixes) = {half == 0 ? square_upper : square_lower, 0.0F, 0.0F, 0.0F};
+      }
     }
-    if (quad == 0) target[kMixes] = half == 0 ? square_upper : square_lower;
   }
 }
 
@@ -168,35 +160,48 @@ __device__ __forceinline__ void sinkhorn(float (&comb)[kStreams][kStreams], int 
   }
 }
 
-// Weights of the collapse into `pre`; post and comb to memory. Run by the first warp.
+// Weights of one row, a thread each: `pre` for the collapse, post and comb.
 template <int kStreams>
-__device__ void weigh(HyperConnectionPreParams const& params, Split const& split, int64_t chunk_row, int64_t row,
-                      int64_t rows, float* pre) {
-  int const lane = static_cast<int>(threadIdx.x);
-  float const* const partial = static_cast<float const*>(params.workspace) + chunk_row * kPartial + lane;
-  float sum = 0.0F;
-  for (int part = 0; part < split.splits; ++part) sum += __ldcg(partial + part * rows * kPartial);
-  float const square = __shfl_sync(kAllLanes, sum, kMixes);
-  float const mix = sum * rsqrtf(square / static_cast<float>(split.depth) + params.norm_eps);
-  if (params.head) {
-    if (lane < kStreams) pre[lane] = sigmoid(mix * params.scale[0] + params.base[lane]) + params.eps;
-    return;
-  }
-  if (lane < kStreams) {
-    pre[lane] = sigmoid(mix * params.scale[0] + params.base[lane]) + params.eps;
-  } else if (lane < 2 * kStreams) {
-    params.post[row * kStreams + lane - kStreams] = 2.0F * sigmoid(mix * params.scale[1] + params.base[lane]);
-  }
+__global__ void __launch_bounds__(kWeighThreads)
+    weigh_kernel(HyperConnectionPreParams const params, Split const split, float const* partials, float* weights) {
+  int64_t const row = static_cast<int64_t>(blockIdx.x) * kWeighThreads + threadIdx.x;
+  if (row >= params.rows) return;
   constexpr int kCells = kStreams * kStreams;
-  bool const cell = lane >= 2 * kStreams && lane < 2 * kStreams + kCells;
-  float const logit = cell ? mix * params.scale[2] + params.base[lane] : 0.0F;
+  constexpr int kUsed = 2 * kStreams + kCells;
+  static_assert(kUsed <= kMixes && kStreams <= kPre);
+  float mix[kMixes + 4] = {};
+  for (int part = 0; part < split.splits; ++part) {
+    auto const* source = reinterpret_cast<float4 const*>(partials + (part * params.rows + row) * kPartial);
+#pragma unroll
+    for (int quad = 0; quad < kPartial / 4; ++quad) {
+      if (quad * 4 >= kUsed && quad * 4 != kMixes) continue;
+      float4 const value = __ldcg(source + quad);
+      mix[quad * 4] += value.x;
+      mix[quad * 4 + 1] += value.y;
+      mix[quad * 4 + 2] += value.z;
+      mix[quad * 4 + 3] += value.w;
+    }
+  }
+  float const inverse = rsqrtf(mix[kMixes] / static_cast<float>(split.depth) + params.norm_eps);
+#pragma unroll
+  for (int stream = 0; stream < kStreams; ++stream) {
+    float const logit = mix[stream] * inverse * params.scale[0] + params.base[stream];
+    weights[row * kPre + stream] = sigmoid(logit) + params.eps;
+  }
+  if (params.head) return;
+#pragma unroll
+  for (int stream = 0; stream < kStreams; ++stream) {
+    float const logit = mix[kStreams + stream] * inverse * params.scale[1] + params.base[kStreams + stream];
+    params.post[row * kStreams + stream] = 2.0F * sigmoid(logit);
+  }
   float comb[kStreams][kStreams];
 #pragma unroll
   for (int line = 0; line < kStreams; ++line) {
     float peak = -INFINITY;
 #pragma unroll
     for (int index = 0; index < kStreams; ++index) {
-      comb[line][index] = __shfl_sync(kAllLanes, logit, 2 * kStreams + line * kStreams + index);
+      int const cell = 2 * kStreams + line * kStreams + index;
+      comb[line][index] = mix[cell] * inverse * params.scale[2] + params.base[cell];
       peak = fmaxf(peak, comb[line][index]);
     }
     float total = 0.0F;
@@ -213,19 +218,18 @@ __device__ void weigh(HyperConnectionPreParams const& params, Split const& split
   for (int line = 0; line < kStreams; ++line) {
 #pragma unroll
     for (int index = 0; index < kStreams; ++index) {
-      if (lane == line * kStreams + index) params.comb[row * kCells + lane] = comb[line][index];
+      params.comb[row * kCells + line * kStreams + index] = comb[line][index];
     }
   }
 }
 
-// One block a row: its streams are loaded before the first warp works out their weights.
+// One block a row, from the last row back.
 template <int kStreams, int kVectors>
 __global__ void __launch_bounds__(kThreads)
-    collapse_kernel(HyperConnectionPreParams const params, Split const split, int64_t first_row, int64_t rows) {
-  __shared__ float pre[kStreams];
+    collapse_kernel(HyperConnectionPreParams const params, float const* weights) {
   __shared__ float scratch[kThreads / kWarp];
-  int64_t const row = first_row + blockIdx.x;
-  auto const* streams = static_cast<__nv_bfloat16 const*>(params.streams) + row * split.depth;
+  int64_t const row = params.rows - 1 - blockIdx.x;
+  auto const* streams = static_cast<__nv_bfloat16 const*>(params.streams) + row * kStreams * params.hidden;
   uint4 raw[kVectors][kStreams];
 #pragma unroll
   for (int index = 0; index < kVectors; ++index) {
@@ -236,8 +240,8 @@ __global__ void __launch_bounds__(kThreads)
           channel < params.hidden ? load_once(streams + stream * params.hidden + channel) : uint4{0, 0, 0, 0};
     }
   }
-  if (threadIdx.x < kWarp) weigh<kStreams>(params, split, blockIdx.x, row, rows, pre);
-  __syncthreads();
+  float4 const pre_row = __ldg(reinterpret_cast<float4 const*>(weights) + row);
+  float const pre[kPre] = {pre_row.x, pre_row.y, pre_row.z, pre_row.w};
   float collapsed[kVectors][kVector];
   float square = 0.0F;
 #pragma unroll
@@ -274,19 +278,20 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kStreams, int kVectors>
 Status launch(HyperConnectionPreParams const& params, cudaStream_t stream) {
-  int64_t const depth = static_cast<int64_t>(params.stream_count) * params.hidden;
-  int64_t const chunk = chunk_rows(params.rows, depth);
-  REDKNOT_CUDA(cudaFuncSetAttribute(mix_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStageBytes));
-  for (int64_t first = 0; first < params.rows; first += chunk) {
-    int64_t const rows = std::min(chunk, params.rows - first);
-    Split const split = split_of(rows, depth);
-    dim3 const grid(static_cast<unsigned>((rows + kTileRows - 1) / kTileRows), static_cast<unsigned>(split.splits));
-    mix_kernel<<<grid, kThreads, kStageBytes, stream>>>(params, mix_count(params), split, first, rows);
-    REDKNOT_LAUNCHED();
-    collapse_kernel<kStreams, kVectors>
-        <<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(params, split, first, rows);
-    REDKNOT_LAUNCHED();
-  }
+  Split const split = split_of(static_cast<int64_t>(kStreams) * params.hidden);
+  auto* const weights = static_cast<float*>(params.workspace);  // [rows, kPre], then [splits, rows, kPartial]
+  float* const partials = weights + params.rows * kPre;
+  REDKNOT_CUDA(cudaFuncSetAttribute(mix_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSliceBytes));
+  int64_t const tiles = (params.rows + kTileRows - 1) / kTileRows;
+  int64_t const columns = std::clamp<int64_t>(kResidentBlocks / split.splits, 1, tiles);
+  dim3 const grid(static_cast<unsigned>(columns), static_cast<unsigned>(split.splits));
+  mix_kernel<<<grid, kThreads, kSliceBytes, stream>>>(params, mix_count(params), split, partials);
+  REDKNOT_LAUNCHED();
+  auto const weigh_blocks = static_cast<unsigned>((params.rows + kWeighThreads - 1) / kWeighThreads);
+  weigh_kernel<kStreams><<<weigh_blocks, kWeighThreads, 0, stream>>>(params, split, partials, weights);
+  REDKNOT_LAUNCHED();
+  collapse_kernel<kStreams, kVectors><<<static_cast<unsigned>(params.rows), kThreads, 0, stream>>>(params, weights);
+  REDKNOT_LAUNCHED();
   return Status::kSuccess;
 }
 
@@ -301,21 +306,15 @@ Status launch_streams(HyperConnectionPreParams const& params, cudaStream_t strea
 
 size_t hyper_connection_pre_workspace(int64_t rows, int32_t stream_count, int32_t hidden) {
   if (rows <= 0 || stream_count <= 0 || hidden <= 0) return 0;
-  // The number of splits falls as rows grow, so the bound is taken over both a full chunk and any smaller one.
-  int64_t const depth = static_cast<int64_t>(stream_count) * hidden;
-  int64_t const tiles = (chunk_rows(rows, depth) + kTileRows - 1) / kTileRows;
-  int64_t bound = 0;
-  for (int64_t tile = 1; tile <= tiles; ++tile) {
-    bound = std::max<int64_t>(bound, tile * kTileRows * split_of(tile * kTileRows, depth).splits);
-  }
-  return static_cast<size_t>(bound) * kPartial * sizeof(float);
+  int64_t const splits = split_of(static_cast<int64_t>(stream_count) * hidden).splits;
+  return static_cast<size_t>(rows) * static_cast<size_t>(kPre + splits * kPartial) * sizeof(float);
 }
 
 Status hyper_connection_pre(HyperConnectionPreParams const& params, cudaStream_t stream) {
   REDKNOT_VALID(params.rows >= 0 && params.hidden > 0 && params.iterations > 0);
   REDKNOT_SUPPORTED(params.stream_count == 2 || params.stream_count == 4);
   REDKNOT_SUPPORTED(params.hidden % kVector == 0 && params.stream_count * params.hidden % 32 == 0);
-  REDKNOT_SUPPORTED(params.hidden <= 4 * kThreads * kVector);
+  REDKNOT_SUPPORTED(params.hidden <= 4 * kThreads * kVector && params.rows <= INT32_MAX);
   if (params.rows == 0) return Status::kSuccess;
   REDKNOT_VALID(params.streams != nullptr && params.fn != nullptr && params.base != nullptr && params.scale != nullptr);
   REDKNOT_VALID(params.norm != nullptr && params.normed != nullptr && params.workspace != nullptr);

@@ -9,30 +9,37 @@ constexpr int kThreads = 256;
 constexpr int kMaxTopK = 32;
 constexpr unsigned kActivationBlocks = 132 * 16;
 
+__device__ __forceinline__ void activate(MoeActivationParams const& params, int64_t row, int channel) {
+  auto const* source = static_cast<__nv_bfloat16 const*>(params.gate_up) + row * 2 * params.width + channel;
+  uint4 const gate_raw = load_once(source);
+  uint4 const up_raw = load_once(source + params.width);
+  float gate[kVector];
+  float up[kVector];
+  unpack_bf16(gate_raw, gate);
+  unpack_bf16(up_raw, up);
+#pragma unroll
+  for (int index = 0; index < kVector; ++index) {
+    // Comparisons, not fminf: NaN goes through, as in torch.clamp.
+    float const clamped = gate[index] > params.limit ? params.limit : gate[index];
+    float const low = up[index] < -params.limit ? -params.limit : up[index];
+    float const bounded = up[index] > params.limit ? params.limit : low;
+    gate[index] = __fdividef(clamped, 1.0F + __expf(-clamped)) * bounded;
+  }
+  auto* target = static_cast<__nv_bfloat16*>(params.out) + row * params.width + channel;
+  *reinterpret_cast<uint4*>(target) = pack_bf16(gate);
+}
+
 __global__ void __launch_bounds__(kThreads) activation_kernel(MoeActivationParams const params) {
   int64_t const rows = min(static_cast<int64_t>(params.ends[params.experts - 1]), params.capacity);
-  int64_t const vectors_a_row = params.width / kVector;
-  int64_t const vectors = rows * vectors_a_row;
-  for (int64_t vector = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; vector < vectors;
-       vector += static_cast<int64_t>(gridDim.x) * kThreads) {
-    int64_t const row = vector / vectors_a_row;
-    int64_t const channel = vector % vectors_a_row * kVector;
-    auto const* source = static_cast<__nv_bfloat16 const*>(params.gate_up) + row * 2 * params.width + channel;
-    uint4 const gate_raw = load_once(source);
-    uint4 const up_raw = load_once(source + params.width);
-    float gate[kVector];
-    float up[kVector];
-    unpack_bf16(gate_raw, gate);
-    unpack_bf16(up_raw, up);
-#pragma unroll
-    for (int index = 0; index < kVector; ++index) {
-      // Comparisons, not fminf: NaN goes through, as in torch.clamp.
-      float const clamped = gate[index] > params.limit ? params.limit : gate[index];
-      float const bounded = up[index] > params.limit ? params.limit : (up[index] < -params.limit ? -params.limit : up[index]);
-      gate[index] = clamped / (1.0F + __expf(-clamped)) * bounded;
-    }
-    auto* target = static_cast<__nv_bfloat16*>(params.out) + row * params.width + channel;
-    *reinterpret_cast<uint4*>(target) = pack_bf16(gate);
+  int const vectors_a_row = params.width / kVector;
+  int const lanes = min(vectors_a_row, kThreads);  // threads of one row; rows are narrower or wider than a block
+  int const rows_a_block = kThreads / lanes;
+  int const lane = static_cast<int>(threadIdx.x) % lanes;
+  int const own_row = static_cast<int>(threadIdx.x) / lanes;
+  if (own_row >= rows_a_block) return;
+  int64_t const step = static_cast<int64_t>(gridDim.x) * rows_a_block;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * rows_a_block + own_row; row < rows; row += step) {
+    for (int vector = lane; vector < vectors_a_row; vector += lanes) activate(params, row, vector * kVector);
   }
 }
 

@@ -15,6 +15,8 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kPairs = 4096;                 // pairs of one block
 constexpr int kWarpPairs = kPairs / kWarps;  // consecutive pairs of one warp
 constexpr int kMaxExperts = 1024;
+constexpr int kMaxTopK = 32;
+constexpr int kScatterThreads = 512;
 
 int64_t sort_blocks(int64_t rows, int64_t top_k) { return (rows * top_k + kPairs - 1) / kPairs; }
 
@@ -108,21 +110,27 @@ __global__ void __launch_bounds__(kThreads) place_kernel(MoePermuteParams const 
   }
 }
 
-// Every row of x is read once and written to each of its places.
-__global__ void __launch_bounds__(256) scatter_kernel(MoePermuteParams const params) {
+// Every row of x is read once and written to each of its places; slots that are not held here are skipped.
+__global__ void __launch_bounds__(kScatterThreads) scatter_kernel(MoePermuteParams const params) {
+  __shared__ int32_t places[kMaxTopK];
+  __shared__ int wanted;
   int64_t const row = blockIdx.x;
-  int32_t const* const places = params.inverse + row * params.top_k;
-  bool wanted = false;
-  for (int slot = 0; slot < params.top_k; ++slot) wanted = wanted || __ldg(places + slot) >= 0;
-  if (!wanted) return;
+  if (threadIdx.x < kWarp) {
+    int const slot = static_cast<int>(threadIdx.x);
+    int32_t const place = slot < params.top_k ? params.inverse[row * params.top_k + slot] : -1;
+    unsigned const held = __ballot_sync(kAllLanes, place >= 0);
+    if (place >= 0) places[__popc(held & ((1U << slot) - 1U))] = place;
+    if (slot == 0) wanted = __popc(held);
+  }
+  __syncthreads();
+  if (wanted == 0) return;
   auto const* source = static_cast<__nv_bfloat16 const*>(params.x) + row * params.hidden;
-  for (int channel = static_cast<int>(threadIdx.x) * kVector; channel < params.hidden; channel += 256 * kVector) {
+  for (int channel = static_cast<int>(threadIdx.x) * kVector; channel < params.hidden;
+       channel += kScatterThreads * kVector) {
     uint4 const raw = load_once(source + channel);
-    for (int slot = 0; slot < params.top_k; ++slot) {
-      int64_t const place = __ldg(places + slot);
-      if (place < 0) continue;
-      auto* target = static_cast<__nv_bfloat16*>(params.permuted) + place * params.hidden + channel;
-      *reinterpret_cast<uint4*>(target) = raw;
+    for (int index = 0; index < wanted; ++index) {
+      auto* target = static_cast<__nv_bfloat16*>(params.permuted) + static_cast<int64_t>(places[index]) * params.hidden;
+      *reinterpret_cast<uint4*>(target + channel) = raw;
     }
   }
 }
@@ -136,7 +144,7 @@ size_t moe_permute_workspace(int64_t rows, int32_t top_k, int32_t experts) {
 
 Status moe_permute(MoePermuteParams const& params, cudaStream_t stream) {
   REDKNOT_VALID(params.rows >= 0 && params.hidden > 0 && params.top_k > 0 && params.experts > 0);
-  REDKNOT_SUPPORTED(params.experts <= kMaxExperts && params.hidden % kVector == 0);
+  REDKNOT_SUPPORTED(params.experts <= kMaxExperts && params.top_k <= kMaxTopK && params.hidden % kVector == 0);
   REDKNOT_SUPPORTED(params.rows <= INT32_MAX / params.top_k);
   REDKNOT_VALID(params.ends != nullptr);
   if (params.rows == 0) {
@@ -159,7 +167,7 @@ Status moe_permute(MoePermuteParams const& params, cudaStream_t stream) {
   REDKNOT_LAUNCHED();
   place_kernel<<<static_cast<unsigned>(blocks), kThreads, kWarps * shared, stream>>>(params);
   REDKNOT_LAUNCHED();
-  scatter_kernel<<<static_cast<unsigned>(params.rows), 256, 0, stream>>>(params);
+  scatter_kernel<<<static_cast<unsigned>(params.rows), kScatterThreads, 0, stream>>>(params);
   REDKNOT_LAUNCHED();
   return Status::kSuccess;
 }

@@ -10,7 +10,18 @@ constexpr int kMaxTopK = 32;
 constexpr int kMinFanout = 3;
 constexpr float kNormEps = 1e-20F;
 
-__device__ __forceinline__ float softplus(float value) { return value > 20.0F ? value : log1pf(expf(value)); }
+// log(1 + e^x) to a few units in the last place: log1p by its series where 1 + e^-|x| would round e^-|x| away.
+__device__ __forceinline__ float softplus(float value) {
+  float const e = __expf(-fabsf(value));
+  float const series = e * (1.0F - e * (0.5F - e * (1.0F / 3.0F - e * 0.25F)));
+  return fmaxf(value, 0.0F) + (e < 0.02F ? series : __logf(1.0F + e));
+}
+
+__device__ __forceinline__ float square_root(float value) {
+  float result;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
 
 template <int kItems>
 __device__ __forceinline__ void load_logits(void const* logits, bool is_float, int64_t row, int experts, int lane,
@@ -47,7 +58,7 @@ __device__ __forceinline__ void score(Scoring scoring, float (&values)[kItems]) 
   }
 #pragma unroll
   for (float& value : values) {
-    value = scoring == Scoring::kSigmoid ? 1.0F / (1.0F + expf(-value)) : sqrtf(softplus(value));
+    value = scoring == Scoring::kSigmoid ? __fdividef(1.0F, 1.0F + __expf(-value)) : square_root(softplus(value));
   }
 }
 
@@ -56,15 +67,6 @@ __device__ __forceinline__ uint32_t ordered(float value) {
   if (isnan(value)) return 0xffffffffU;
   uint32_t const bits = __float_as_uint(value == 0.0F ? 0.0F : value);
   return bits >> 31 != 0 ? ~bits : bits | 0x80000000U;
-}
-
-__device__ __forceinline__ uint64_t warp_best(uint64_t key) {
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    uint64_t const other = __shfl_xor_sync(kAllLanes, key, offset);
-    key = other > key ? other : key;
-  }
-  return key;
 }
 
 // Normalises, applies the fanout and writes one row. Lane j holds the j-th chosen expert and its score, heaviest first.
@@ -96,48 +98,51 @@ __global__ void __launch_bounds__(kThreads) route_learned_kernel(RouteLearnedPar
   float scores[kItems];
   load_logits(params.logits, params.logits_are_float, row, params.experts, lane, scores);
   score(params.scoring, scores);
-  uint64_t keys[kItems];  // order of score + bias above, inverted expert below: ties fall to the lower expert
+  uint32_t orders[kItems];  // of score + bias; 0, below every number, once taken or absent
 #pragma unroll
   for (int item = 0; item < kItems; ++item) {
     int const expert = item * kWarp + lane;
-    uint32_t const order = expert < params.experts ? ordered(scores[item] + __ldg(params.bias + expert)) : 0U;
-    keys[item] = expert < params.experts ? static_cast<uint64_t>(order) << 32 | ~static_cast<uint32_t>(expert) : 0U;
+    orders[item] = expert < params.experts ? ordered(scores[item] + __ldg(params.bias + expert)) : 0U;
   }
   int expert = -1;
   float chosen = 0.0F;
   for (int rank = 0; rank < params.top_k; ++rank) {
-    uint64_t best = 0;
+    uint32_t mine = 0;
 #pragma unroll
-    for (uint64_t const key : keys) best = key > best ? key : best;
-    best = warp_best(best);
-    int const winner = static_cast<int>(~static_cast<uint32_t>(best));
-    float mine = 0.0F;
+    for (uint32_t const order : orders) mine = max(mine, order);
+    uint32_t const best = __reduce_max_sync(kAllLanes, mine);
+    unsigned lowest = UINT32_MAX;  // ties fall to the lower expert
+#pragma unroll
+    for (int item = kItems - 1; item >= 0; --item) {
+      if (orders[item] == best) lowest = static_cast<unsigned>(item * kWarp + lane);
+    }
+    unsigned const winner = __reduce_min_sync(kAllLanes, lowest);
+    float held = 0.0F;
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
-      if (item * kWarp + lane != winner) continue;
-      keys[item] = 0;
-      mine = scores[item];
+      if (static_cast<unsigned>(item * kWarp + lane) != winner) continue;
+      orders[item] = 0;
+      held = scores[item];
     }
-    float const value = __shfl_sync(kAllLanes, mine, winner % kWarp);
+    float const value = __shfl_sync(kAllLanes, held, static_cast<int>(winner % kWarp));
     if (lane == rank) {
-      expert = winner;
+      expert = static_cast<int>(winner);
       chosen = value;
     }
   }
   // Heaviest first by score, not by score + bias; stable, so equal scores keep the order they were chosen in.
-  uint64_t key = lane < params.top_k ? static_cast<uint64_t>(ordered(chosen)) << 32 | ~static_cast<uint32_t>(lane) : 0U;
-  int sorted_expert = -1;
-  float sorted_score = 0.0F;
-  for (int rank = 0; rank < params.top_k; ++rank) {
-    int const holder = static_cast<int>(~static_cast<uint32_t>(warp_best(key)));
-    int const best_expert = __shfl_sync(kAllLanes, expert, holder);
-    float const best_score = __shfl_sync(kAllLanes, chosen, holder);
-    if (lane == holder) key = 0;
-    if (lane == rank) {
-      sorted_expert = best_expert;
-      sorted_score = best_score;
-    }
+  uint32_t const order = ordered(chosen);
+  int position = 0;
+  for (int other = 0; other < params.top_k; ++other) {
+    uint32_t const rival = __shfl_sync(kAllLanes, order, other);
+    position += rival > order || (rival == order && other < lane) ? 1 : 0;
   }
+  int source = lane;
+  for (int other = 0; other < params.top_k; ++other) {
+    if (__shfl_sync(kAllLanes, position, other) == lane) source = other;
+  }
+  int const sorted_expert = __shfl_sync(kAllLanes, expert, source);
+  float const sorted_score = __shfl_sync(kAllLanes, chosen, source);
   float const tau = params.tau_cell == nullptr ? params.tau : __ldg(params.tau_cell);
   write_row(lane, params.top_k, sorted_expert, sorted_score, tau, params.scale, params.ids + row * params.top_k,
             params.weights + row * params.top_k);

@@ -13,7 +13,9 @@ __global__ void __launch_bounds__(kThreads) norm_rope_pack_kernel(NormRopePackPa
   int const member = static_cast<int>(threadIdx.x) % kTeam;
   int64_t const vector = static_cast<int64_t>(blockIdx.x) * (kThreads / kTeam) + threadIdx.x / kTeam;
   if (vector >= params.rows * params.heads) return;  // whole teams leave together
-  int64_t const row = vector / params.heads;
+  // 64-bit divisions cost more than a row's arithmetic: only rows of several heads pay for one.
+  int64_t const row = params.heads == 1 ? vector : vector / params.heads;
+  int64_t const head = vector - row * params.heads;
   auto const* source = static_cast<__nv_bfloat16 const*>(params.x) + vector * params.width;
   float values[kVectors][kVector];
 #pragma unroll
@@ -29,7 +31,7 @@ __global__ void __launch_bounds__(kThreads) norm_rope_pack_kernel(NormRopePackPa
   int64_t const bytes = row_bytes(params.format, params.width, params.rope_dim);
   uint8_t* out = nullptr;
   if (target >= 0 && target < params.pool_rows) {
-    out = static_cast<uint8_t*>(params.out) + (target * params.heads + vector % params.heads) * bytes;
+    out = static_cast<uint8_t*>(params.out) + (target * params.heads + head) * bytes;
   }
   finish_row<kTeam, kVectors>(finish, member, position, out, values, scratch);
 }

@@ -45,12 +45,13 @@ __device__ __forceinline__ void store_packed(RowFinish const& finish, uint8_t* r
                                              float const (&values)[kVector]) {
   int const nope = finish.format == RowFormat::kPackedLatent ? finish.width - finish.rope_dim : finish.width;
   bool const coded = inside && channel < nope;
-  float const peak = coded ? finite_peak(values) : 0.0F;
+  bool finite = true;
+  float const peak = coded ? finite_peak(values, finite) : 0.0F;
   if (finish.format == RowFormat::kPackedLatent) {
     int const exponent = scale_exponent(lane_max<8>(peak));
     uint8_t* const scales = row + nope + 2 * finish.rope_dim;
     if (coded) {
-      *reinterpret_cast<uint2*>(row + channel) = encode_e4m3(values, exponent);
+      *reinterpret_cast<uint2*>(row + channel) = encode_e4m3(values, exponent, finite);
       if (channel % 64 == 0) scales[channel / 64] = static_cast<uint8_t>(exponent + 127);
     } else if (inside) {
       uint4 const raw = pack_bf16(values);  // rows are 8-byte aligned, not 16
@@ -64,7 +65,7 @@ __device__ __forceinline__ void store_packed(RowFinish const& finish, uint8_t* r
   } else {
     int const exponent = scale_exponent(lane_max<16>(peak));
     if (!coded) return;
-    uint2 const codes = encode_e4m3(values, exponent);
+    uint2 const codes = encode_e4m3(values, exponent, finite);
     uint32_t* const target = reinterpret_cast<uint32_t*>(row + channel);  // rows are 4-byte aligned
     target[0] = codes.x;
     target[1] = codes.y;
@@ -93,13 +94,13 @@ __device__ __forceinline__ void finish_row(RowFinish const& finish, int member, 
       if (finish.norm != nullptr) load_weights(finish.norm, finish.norm_is_float, channel, weights);
 #pragma unroll
       for (int slot = 0; slot < kVector; ++slot) {
-        values[index][slot] = round_bf16(weights[slot] * (values[index][slot] * inverse));
+        values[index][slot] = weights[slot] * (values[index][slot] * inverse);
       }
+      round_bf16(values[index]);
       int const first = finish.width - finish.rope_dim;
       if (finish.rope != nullptr && channel >= first) {
         rotate_vector(finish.rope, finish.rope_positions, finish.rope_dim, position, channel - first, values[index]);
-#pragma unroll
-        for (float& value : values[index]) value = round_bf16(value);
+        round_bf16(values[index]);
       }
     }
     if (out == nullptr) continue;

@@ -99,7 +99,7 @@ def test_the_bias_picks_but_does_not_weigh() -> None:
 def test_hash_router_equals_the_reference(rows: int, vocab: int, experts: int, seed: int) -> None:
     generator = generator_of(seed, "cuda")
     x, weight = normal(generator, rows, 64), normal(generator, experts, 64)
-    table = torch.rand((vocab, experts), generator=generator, device="cuda").argsort(1)[:, :6]
+    table = torch.rand((vocab, experts), generator=generator, device="cuda").argsort(1)[:, :6].contiguous()
     tokens = torch.randint(0, vocab, (rows,), generator=generator, device="cuda")
     ids, weights = moe.route_hash(x, weight, table, tokens, scale=1.5, scoring="sqrtsoftplus")
     wanted_ids, wanted = reference.route_hash(x, weight, table, tokens, scale=1.5, scoring="sqrtsoftplus")

@@ -1,8 +1,8 @@
 """Attention of rows over a segment table: relocated segments, one log-sum-exp merge, the sink counted once.
 
 Latents stay in the frame of their segment (its first token at position 0). A row at request position p meets segment i
-rotated by p - D_i, and the segment's partial output is turned back by the same angle, so that partials of all segments are in
-one frame and merge (design section 3).
+rotated by p - D_i, and the segment's partial output is turned back by the same angle, so that partials of all segments
+are in one frame and merge (design section 3).
 """
 
 from __future__ import annotations
@@ -92,7 +92,11 @@ def _window_keys(
 
 
 def _entry_keys(
-    visible_R: torch.Tensor, selected_Rk: torch.Tensor | None, segment: list[int], first_entry: int, entries: torch.Tensor
+    visible_R: torch.Tensor,
+    selected_Rk: torch.Tensor | None,
+    segment: list[int],
+    first_entry: int,
+    entries: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Entries of `segment` that some row sees, and which row sees which."""
     offset = segment[ENTRY_OFFSET]

@@ -65,8 +65,10 @@ def route_hash(
     scale: float,
     scoring: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if tokens_R.numel() and not (0 <= int(tokens_R.min()) and int(tokens_R.max()) < table_Vk.shape[0]):
-        raise ValueError(f"token ids must be in [0, {table_Vk.shape[0]}), found {int(tokens_R.min())} .. {int(tokens_R.max())}")
+    if tokens_R.numel() and not (int(tokens_R.min()) >= 0 and int(tokens_R.max()) < table_Vk.shape[0]):
+        raise ValueError(
+            f"token ids must be in [0, {table_Vk.shape[0]}), found {int(tokens_R.min())} .. {int(tokens_R.max())}"
+        )
     scores = _scores(x_RM, weight_XM, scoring)
     ids = table_Vk[tokens_R].long()
     weights = scores.gather(1, ids)

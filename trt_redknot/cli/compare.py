@@ -41,10 +41,13 @@ Example:
     @click.option("--tau", type=click.FloatRange(0, 1, min_open=True), help="Adaptive fanout threshold.")
     @click.option("--epilogue", type=click.Choice(["full", "active"]), default="full", show_default=True)
     @click.option("--max-new-tokens", type=click.IntRange(1), default=16, show_default=True)
+    @click.option(
+        "--warm-up/--no-warm-up", default=True, show_default=True, help="Run both arms once before they are timed."
+    )
     @click.option("--page", type=click.Path(path_type=Path), help="Write the row map and ledgers to this HTML file.")
     def command(
         paths: tuple[Path, ...], engine_dir: Path, store_dir: Path, namespace: str, question: str, budget: float,
-        tau: float | None, epilogue: str, max_new_tokens: int, page: Path | None,
+        tau: float | None, epilogue: str, max_new_tokens: int, warm_up: bool, page: Path | None,
     ) -> None:  # fmt: skip
         """Ask one question about documents with reuse and without, and show what was saved and what it changed."""
         engine = Engine.open(engine_dir, comm)
@@ -58,6 +61,10 @@ Example:
             for document in documents
         ]
         segments.append(Tokens(tokenizer.encode(question)))
+        if warm_up:
+            # First use pays for pages of the store and for the allocator's growth, whichever arm comes first.
+            for chosen in (policy, None):
+                engine.generate(Request(segments=segments, max_new_tokens=1, reuse=chosen), store=store)
         reuse, recompute = (
             engine.generate(Request(segments=segments, max_new_tokens=max_new_tokens, reuse=chosen), store=store)
             for chosen in (policy, None)

@@ -14,6 +14,12 @@ constexpr int kBatch = 4;     // slots pooled at a time
 constexpr int kFewSlots = 8;  // entries of at most so many slots take the warp kernel
 constexpr float kLog2E = 1.4426950408889634F;
 
+__device__ __forceinline__ float exponential(float exponent_of_two) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent_of_two));
+  return result;
+}
+
 // Softmax pooling of one channel. Logits are in units of log 2.
 struct Pool {
   float peak = -INFINITY;
@@ -26,12 +32,12 @@ struct Pool {
 #pragma unroll
     for (float const logit : logits) raised = raise(raised, logit);
     float const safe = raised == -INFINITY ? 0.0F : raised;
-    float const keep = exp2f(peak - safe);
+    float const keep = exponential(peak - safe);
     total *= keep;
     sum *= keep;
 #pragma unroll
     for (int slot = 0; slot < kBatch; ++slot) {
-      float const weight = exp2f(logits[slot] - safe);
+      float const weight = exponential(logits[slot] - safe);
       total += weight;
       sum = fmaf(weight, values[slot], sum);
     }
@@ -41,8 +47,8 @@ struct Pool {
   __device__ __forceinline__ void merge(float other_peak, float other_total, float other_sum) {
     float const raised = raise(peak, other_peak);
     float const safe = raised == -INFINITY ? 0.0F : raised;
-    float const keep = exp2f(peak - safe);
-    float const take = exp2f(other_peak - safe);
+    float const keep = exponential(peak - safe);
+    float const take = exponential(other_peak - safe);
     total = keep * total + take * other_total;
     sum = keep * sum + take * other_sum;
     peak = raised;

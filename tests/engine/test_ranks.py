@@ -25,7 +25,7 @@ TOLERANCE_FP32 = 1e-4
 # Loaded machines are slow machines; a job that hangs is found all the same.
 JOB_TIMEOUT_S = 240.0
 KILLED_WITHIN_S = 30.0
-OPTIONS = NetworkOptions(kinds="schchc", groups=8, heads_per_group=2, experts=11, hca=8, window=12, topk=4)
+OPTIONS = NetworkOptions(kinds="chcs", hash_layers=1, groups=8, heads_per_group=2, experts=11, hca=8, window=12, topk=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     )
 
 
+def alive(pid: int) -> bool:
+    """Whether a process still runs; one that ended may wait in the table for a parent that takes its status."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
 def off_by(left: list[float], right: list[float]) -> float:
     return float((torch.tensor(left) - torch.tensor(right)).abs().max())
 
@@ -79,7 +88,7 @@ def test_the_scenario_reuses_omits_and_activates(reference: Reference) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_ranks_answer_like_one_rank(reference: Reference, tmp_path: Path, size: int) -> None:
-    chunk_rows = random.randrange(size - 1, 4 * size)
+    chunk_rows = random.randrange(2 * size, 6 * size)
     task = {
         "checkpoint": str(reference.checkpoint), "seed": reference.seed, "chunk_rows": chunk_rows,
         "scenario": reference.scenario, "fp32": reference.fp32,
@@ -103,7 +112,7 @@ def test_ranks_answer_like_one_rank(reference: Reference, tmp_path: Path, size: 
     assert error <= TOLERANCE_FP32 or reference.fp32_gap < NEAR, f"{error}, {where}"
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [2, 4])
 def test_a_killed_rank_ends_the_job(reference: Reference, tmp_path: Path, size: int) -> None:
     victim, layer = random.randrange(size), random.randrange(len(OPTIONS.kinds))
     task = {
@@ -120,4 +129,7 @@ def test_a_killed_rank_ends_the_job(reference: Reference, tmp_path: Path, size: 
     pids = [int(path.read_text(encoding="utf-8")) for path in tmp_path.glob("pid-*")]
     assert len(pids) == size
     assert os.getpid() not in pids
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    deadline = time.monotonic() + 10
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left

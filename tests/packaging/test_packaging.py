@@ -62,9 +62,8 @@ def test_every_third_party_import_of_the_package_is_a_requirement() -> None:
 
 
 def test_every_data_file_of_the_package_is_shipped() -> None:
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
-        "package-data"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["trt_redknot"]
     package = ROOT / "trt_redknot"
     data = [path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
     assert data

@@ -17,7 +17,7 @@ def make_scenario(seed: int, vocab: int) -> Scenario:
     def ids(count: int) -> list[int]:
         return [draw.randrange(vocab) for _ in range(count)]
 
-    documents = [ids(draw.randrange(30, 50)), ids(draw.randrange(17, 40)), ids(draw.randrange(1, 7))]
+    documents = [ids(draw.randrange(25, 45)), ids(draw.randrange(17, 35)), ids(draw.randrange(1, 7))]
     edited = draw.randrange(len(documents[1]))
     segments = [
         {"document": 0},
@@ -30,14 +30,14 @@ def make_scenario(seed: int, vocab: int) -> Scenario:
     policy = {"boundary": 4, "tail": 6, "top_entries": 3, "budget": 0.25}
     reuse = {"segments": segments, "steps": 5, "reuse": policy}
     batches = [
-        [{"segments": [{"tokens": ids(1)}], "steps": 6, "reuse": None}],
-        [{"segments": [{"tokens": ids(draw.randrange(40, 71))}], "steps": 4, "reuse": None}],
-        [{**reuse, "reuse": None}],
-        [{**reuse, "reuse": {**policy, "epilogue": "active", "budget": 0.0}}],
+        [{"segments": [{"tokens": ids(1)}], "steps": 3, "reuse": None}],
+        [{"segments": [{"tokens": ids(draw.randrange(30, 61))}], "steps": 1, "reuse": None}],
+        [{**reuse, "reuse": None, "steps": 2}],
+        [{**reuse, "reuse": {**policy, "epilogue": "active", "budget": 0.0}, "steps": 2}],
         [{**reuse, "reuse": {"protect": "all"}, "steps": 1}],
         [
             reuse,
-            {"segments": [{"tokens": ids(3)}], "steps": 7, "reuse": None},
+            {"segments": [{"tokens": ids(3)}], "steps": 6, "reuse": None},
             {"segments": segments[:1], "steps": 3, "reuse": policy, "temperature": 1.3, "seed": seed},
         ],
     ]

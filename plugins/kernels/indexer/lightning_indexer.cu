@@ -1,0 +1,104 @@
+#include "kernels/indexer/lightning_indexer.h"
+
+#include "common/check.h"
+#include "kernels/indexer/select.cuh"
+
+namespace redknot {
+namespace indexer {
+namespace {
+
+constexpr int64_t kAlignment = 256;
+constexpr int kMaxSelected = 1024;
+
+int64_t round_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+int64_t key_bytes(int64_t entries) { return round_up(entries * kIndexDim) + round_up(entries * 4); }
+
+Status check(LightningIndexerParams const& op) {
+  REDKNOT_VALID(op.rows >= 0 && op.entries >= 0 && op.entries <= INT32_MAX && op.segment_count >= 0);
+  REDKNOT_VALID(op.top_k > 0);
+  REDKNOT_SUPPORTED(op.top_k <= kMaxSelected);
+  REDKNOT_SUPPORTED(op.keys_dtype == Dtype::kPacked || op.keys_dtype == Dtype::kBFloat16);
+  REDKNOT_SUPPORTED(op.fp8 || op.keys_dtype == Dtype::kBFloat16);
+  if (op.rows == 0) return Status::kSuccess;
+  REDKNOT_VALID(op.selected != nullptr);
+  if (op.entries == 0) return Status::kSuccess;
+  REDKNOT_VALID(op.q != nullptr && op.weights != nullptr && op.keys != nullptr && op.segments != nullptr);
+  REDKNOT_VALID(op.row_segments != nullptr && op.positions != nullptr && op.visible != nullptr && op.rope != nullptr);
+  REDKNOT_VALID(op.rope_positions > 0 && op.workspace != nullptr);
+  REDKNOT_REQUIRE(aligned(op.q, 16) && aligned(op.keys, 16) && aligned(op.workspace, kAlignment), Status::kMisaligned);
+  return Status::kSuccess;
+}
+
+// The scoring kernel is made of Hopper's warpgroup products.
+Status check_device() {
+  int device = 0, major = 0;
+  REDKNOT_CUDA(cudaGetDevice(&device));
+  REDKNOT_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  REDKNOT_SUPPORTED(major == 9);
+  return Status::kSuccess;
+}
+
+template <bool kFp8>
+Status score_and_select(Scoring scoring, int rows_at_a_time, cudaStream_t stream) {
+  LightningIndexerParams const& op = scoring.op;
+  constexpr int kScoreBytes = static_cast<int>(sizeof(ScoreShared<kFp8>)), kSelectBytes = static_cast<int>(sizeof(SelectShared));
+  REDKNOT_CUDA(cudaFuncSetAttribute(score_kernel<kFp8>, cudaFuncAttributeMaxDynamicSharedMemorySize, kScoreBytes));
+  REDKNOT_CUDA(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSelectBytes));
+  int64_t const stretches = (op.entries + kStretch - 1) / kStretch;
+  for (int row = 0; row < op.rows; row += rows_at_a_time) {
+    scoring.first_row = row;
+    scoring.rows = op.rows - row < rows_at_a_time ? op.rows - row : rows_at_a_time;
+    if (stretches > 0) {
+      dim3 const grid(static_cast<unsigned>((scoring.rows + kRows - 1) / kRows), static_cast<unsigned>(stretches));
+      score_kernel<kFp8><<<grid, 256, kScoreBytes, stream>>>(scoring);
+      REDKNOT_LAUNCHED();
+    }
+    select_kernel<<<static_cast<unsigned>(scoring.rows), kSelectThreads, kSelectBytes, stream>>>(scoring);
+    REDKNOT_LAUNCHED();
+  }
+  return Status::kSuccess;
+}
+
+}  // namespace
+}  // namespace indexer
+
+int64_t lightning_indexer_workspace(int64_t entries, int64_t rows_at_a_time) {
+  int64_t const rows = rows_at_a_time < indexer::kRows ? indexer::kRows : rows_at_a_time;
+  return indexer::key_bytes(entries) + indexer::round_up(entries * 4 * rows) + indexer::kAlignment;
+}
+
+Status lightning_indexer(LightningIndexerParams const& op, cudaStream_t stream) {
+  Status const valid = indexer::check(op);
+  if (valid != Status::kSuccess || op.rows == 0) return valid;
+  if (op.entries == 0) {
+    REDKNOT_CUDA(cudaMemsetAsync(op.selected, 0xff, sizeof(int64_t) * op.rows * op.top_k, stream));
+    return Status::kSuccess;
+  }
+  Status const device = indexer::check_device();
+  if (device != Status::kSuccess) return device;
+  int64_t const score_bytes = op.workspace_bytes - indexer::key_bytes(op.entries);
+  int64_t const fit = score_bytes / (op.entries * 4);
+  REDKNOT_REQUIRE(fit >= indexer::kRows, Status::kWorkspaceTooSmall);
+  int const rows_at_a_time = static_cast<int>(fit < op.rows ? fit / indexer::kRows * indexer::kRows : op.rows);
+
+  auto* const codes = static_cast<uint8_t*>(op.workspace);
+  auto* const scales = reinterpret_cast<float*>(codes + indexer::round_up(op.entries * kIndexDim));
+  auto* const scores = reinterpret_cast<float*>(codes + indexer::key_bytes(op.entries));
+  indexer::Scoring scoring{op, codes, scales, scores, 0, 0};
+  if (!op.fp8) {
+    scoring.keys = static_cast<uint8_t const*>(op.keys);
+    return indexer::score_and_select<false>(scoring, rows_at_a_time, stream);
+  }
+  auto const blocks = static_cast<unsigned>((op.entries + 7) / 8);
+  if (op.keys_dtype == Dtype::kPacked) {
+    indexer::align_keys<<<blocks, 256, 0, stream>>>(static_cast<uint32_t const*>(op.keys),
+                                                    reinterpret_cast<uint32_t*>(codes), scales, op.entries);
+  } else {
+    indexer::quantise_keys<<<blocks, 256, 0, stream>>>(static_cast<__nv_bfloat16 const*>(op.keys),
+                                                       reinterpret_cast<uint32_t*>(codes), scales, op.entries);
+  }
+  REDKNOT_LAUNCHED();
+  return indexer::score_and_select<true>(scoring, rows_at_a_time, stream);
+}
+
+}  // namespace redknot

@@ -1,0 +1,64 @@
+"""`lightning_indexer` on the GPU; meaning and arguments are those of `ops/reference/indexer.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from trt_redknot.errors import EngineError
+from trt_redknot.ops.cuda.library import load_kernels
+from trt_redknot.ops.tables import AttentionTable
+
+INDEX_HEADS = 64
+INDEX_DIM = 128
+MAX_SELECTED = 1024
+# Scores of this many bytes lie in memory at a time; rows are scored in as many rounds as that takes.
+_SCORE_BYTES = 128 * 2**20
+_LEAST_ROWS = 4
+
+
+def indexer_supported(heads: int, dim: int, rope_dim: int, top_k: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel serves layers of this geometry and compute dtype; others take the reference."""
+    geometry = (heads, dim, rope_dim) == (INDEX_HEADS, INDEX_DIM, 64)
+    return geometry and 0 < top_k <= MAX_SELECTED and dtype is torch.bfloat16
+
+
+def lightning_indexer(
+    q_RHI: torch.Tensor,
+    weights_RH: torch.Tensor,
+    keys_EI: torch.Tensor,
+    table: AttentionTable,
+    rope: torch.Tensor,
+    *,
+    top_k: int,
+    fp8: bool = True,
+) -> torch.Tensor:
+    """Pool rows of the best visible entries of each row, on the current stream, no synchronisation.
+
+    Args:
+        q_RHI: bf16 [R, 64, 128], not rotated.
+        weights_RH: bf16 [R, 64].
+        keys_EI: bf16 [E, 128], or packed uint8 [E, 132] (:func:`trt_redknot.ops.reference.packing.pack_rows`).
+        rope: [positions, 32, 2]; fp32, other float dtypes are widened.
+        top_k: 1 to 1024.
+        fp8: score in e4m3 with one scale a head of q and one a key; otherwise in bf16, which needs bf16 keys.
+
+    Returns:
+        int64 [R, top_k], best first, ties to the earlier entry, -1 where there are fewer.
+
+    Raises:
+        EngineError: the libraries are missing, or a tensor has a dtype, shape or device that the kernel does not serve.
+    """
+    load_kernels()
+    selected = torch.empty((q_RHI.shape[0], top_k), dtype=torch.int64, device=q_RHI.device)
+    entries = keys_EI.shape[0]
+    rows = max(_LEAST_ROWS, min(q_RHI.shape[0], _SCORE_BYTES // max(1, 4 * entries)))
+    size = torch.ops.redknot.lightning_indexer_workspace(entries, rows)
+    workspace = torch.empty(size, dtype=torch.uint8, device=q_RHI.device)
+    try:
+        torch.ops.redknot.lightning_indexer(
+            selected, workspace, q_RHI, weights_RH, keys_EI, table.segments, table.row_segments, table.positions,
+            table.visible, rope.float(), fp8,
+        )  # fmt: skip
+    except (RuntimeError, NotImplementedError) as error:
+        raise EngineError("lightning_indexer refused its inputs", found=str(error).splitlines()[0]) from error
+    return selected

@@ -112,7 +112,9 @@ def admit(
             complete_tokens(found, [report.tokens for report in reports], store, identity, collectives)
             _quarantine(found, store)
             if collectives.rank == 0:
-                _log.warning("the request is recomputed: %s: %s", finding.reason, finding.detail)
+                store.events.fell_back(finding.reason, finding.detail)
+        elif collectives.rank == 0 and documents:
+            store.events.admitted(len(documents))
         check_documents(documents, found.tokens, geometry.vocab)
     except BaseException:
         found.release()
@@ -154,12 +156,9 @@ def _countdown(deadline_s: float, clock: Callable[[], float]) -> Callable[[], fl
 def _quarantine(found: Examination, store: ArtifactStore) -> None:
     for artifact_id, generation, fault in found.suspects:
         try:
-            place = store.quarantine(artifact_id, generation, fault)
+            store.quarantine(artifact_id, generation, fault)
         except StoreError as error:
             _log.warning("artifact %s stays in place although it is corrupt: %s", artifact_id, error)
-            continue
-        if place is not None:
-            _log.warning("artifact %s moved to %s: %s", artifact_id, place, fault)
 
 
 def _admission(documents: Sequence[Artifact], found: Examination, finding: Finding | None) -> Admission:

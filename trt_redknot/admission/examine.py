@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from trt_redknot.admission.reasons import FallbackReason
 from trt_redknot.admission.report import RankReport
-from trt_redknot.artifacts.agreement import error_to_json
 from trt_redknot.artifacts.certificate import Certificate, certified_ranks
 from trt_redknot.artifacts.documents import checked_tokens
-from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
-from trt_redknot.artifacts.identity import ArtifactIdentity, TpGeometry
+from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault, MisplacedError
+from trt_redknot.artifacts.identity import ArtifactIdentity, TpGeometry, artifact_id_of
 from trt_redknot.artifacts.layout import plan_files
 from trt_redknot.artifacts.lease import Lease
 from trt_redknot.artifacts.store import ArtifactStore
+from trt_redknot.collectives.agreement import error_to_json
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.digests import digest_json, digest_tokens
@@ -176,13 +176,17 @@ def _certify(
     lease = found.leases.get(artifact_id)
     if lease is None:
         found.generations[index] = generation = store.newest(artifact_id)
-        lease = store.open(
-            artifact_id,
-            rank=expected.rank,
-            generation=generation,
-            verify=False,
-            timeout_s=max(0.0, remaining_s()),
-        )
+        try:
+            lease = store.open(
+                artifact_id,
+                rank=expected.rank,
+                generation=generation,
+                verify=False,
+                timeout_s=max(0.0, remaining_s()),
+            )
+        except MisplacedError as error:
+            _blame_identity(error, artifact_id, expected, found, index)
+            raise
         found.leases[artifact_id] = lease
     found.generations[index] = lease.generation
     tokens = lease.tokens()
@@ -195,6 +199,14 @@ def _certify(
 
 
 def _check_fit(certificate: Certificate, expected: Expectation) -> None:
+    _check_identity(certificate, expected)
+    if certificate.ranks != certified_ranks(expected.tp):
+        detail = f"the artifact was built by {certificate.tp_size} ranks, the engine has {expected.tp.size}"
+        raise _Refusal(FallbackReason.INCOMPATIBLE_TP_GEOMETRY, detail)
+    _check_complete(certificate, expected)
+
+
+def _check_identity(certificate: Certificate, expected: Expectation) -> None:
     theirs, ours = certificate.identity, expected.identity
     for reason, name in (
         (FallbackReason.CHECKPOINT_MISMATCH, "checkpoint_fingerprint"),
@@ -206,10 +218,19 @@ def _check_fit(certificate: Certificate, expected: Expectation) -> None:
         if getattr(theirs, name) != getattr(ours, name):
             detail = f"the artifact's {name} is {getattr(theirs, name)}, the engine's {getattr(ours, name)}"
             raise _Refusal(reason, detail)
-    if certificate.ranks != certified_ranks(expected.tp):
-        detail = f"the artifact was built by {certificate.tp_size} ranks, the engine has {expected.tp.size}"
-        raise _Refusal(FallbackReason.INCOMPATIBLE_TP_GEOMETRY, detail)
-    _check_complete(certificate, expected)
+
+
+def _blame_identity(
+    error: MisplacedError, artifact_id: str, expected: Expectation, found: Examination, index: int
+) -> None:
+    """Refuse a certificate of the right document by another checkpoint or profile for what it is, not as misplaced."""
+    theirs = error.certificate
+    if artifact_id_of(theirs.namespace, theirs.token_digest, expected.identity) != artifact_id:
+        return
+    generation = found.generations[index]
+    if generation is not None:
+        found.suspects.append((artifact_id, generation, f"{error.fault}: {error}"))
+    _check_identity(theirs, expected)
 
 
 def _check_complete(certificate: Certificate, expected: Expectation) -> None:

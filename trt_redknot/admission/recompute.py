@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from trt_redknot.admission.examine import Examination, request_digest
 from trt_redknot.admission.report import RankReport, check_comparable
 from trt_redknot.admission.tokens import check_documents, complete_tokens
-from trt_redknot.artifacts.agreement import error_to_json
 from trt_redknot.artifacts.documents import checked_tokens
 from trt_redknot.artifacts.identity import ArtifactIdentity
 from trt_redknot.artifacts.store import ArtifactStore
+from trt_redknot.collectives.agreement import error_to_json
 from trt_redknot.collectives.base import Collectives
 from trt_redknot.errors import RequestError, StoreError
 from trt_redknot.request.request import Artifact

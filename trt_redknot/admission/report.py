@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from trt_redknot.admission.reasons import FallbackReason
-from trt_redknot.artifacts.agreement import error_from_json
+from trt_redknot.collectives.agreement import error_from_json
 from trt_redknot.errors import CollectiveError
 
 

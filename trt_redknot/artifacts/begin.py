@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from trt_redknot.artifacts.agreement import agree
 from trt_redknot.artifacts.build import ArtifactBuild
 from trt_redknot.artifacts.capacity import make_room
 from trt_redknot.artifacts.certificate import Certificate, CertifiedFile, certificate_bytes, certified_ranks
@@ -26,6 +25,8 @@ from trt_redknot.artifacts.folder import BUILD_LOCK, GENERATION_FOLDER, RESERVAT
 from trt_redknot.artifacts.identity import ArtifactIdentity, TpGeometry, artifact_id_of
 from trt_redknot.artifacts.layout import FilePlan, data_bytes, plan_files
 from trt_redknot.artifacts.locks import FileLock, try_lock
+from trt_redknot.artifacts.quota import effective_capacity
+from trt_redknot.collectives.agreement import agree
 from trt_redknot.collectives.base import Collectives
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
@@ -185,7 +186,8 @@ def _create_site(
     name = store.unique_name(artifact_id, generation)
     place = store.building / name
     with store.mutex():
-        make_room(store, needed, capacity)
+        for evicted in make_room(store, needed, effective_capacity(store, capacity)):
+            store.events.evicted(evicted.artifact_id, evicted.generation, evicted.bytes)
         ensure_folder(files, store.building)
         files.make_folder(place)
         write_file(files, place / BUILD_LOCK, [])

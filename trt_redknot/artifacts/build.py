@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,10 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trt_redknot.artifacts.agreement import agree
 from trt_redknot.artifacts.certificate import Certificate, CertifiedFile
 from trt_redknot.artifacts.contents import PartSpec
-from trt_redknot.artifacts.files import ensure_folder, sync_folder, write_file
+from trt_redknot.artifacts.files import Descriptor, ensure_folder, sync_folder, write_file
 from trt_redknot.artifacts.folder import GENERATION_FOLDER, StoreFolder
 from trt_redknot.artifacts.formats import TensorCodec
 from trt_redknot.artifacts.layout import (
@@ -30,6 +30,7 @@ from trt_redknot.artifacts.layout import (
 )
 from trt_redknot.artifacts.locks import FileLock
 from trt_redknot.artifacts.tensorfile import file_chunks
+from trt_redknot.collectives.agreement import agree
 from trt_redknot.collectives.base import Collectives
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.errors import RedKnotError, StoreError
@@ -76,6 +77,7 @@ class ArtifactBuild:
         self._written: dict[str, CertifiedFile] = {}
         self._failure: RedKnotError | None = None
         self._over = False
+        self._started = time.perf_counter()
 
     @property
     def specs(self) -> tuple[PartSpec, ...]:
@@ -138,6 +140,9 @@ class ArtifactBuild:
             agree(self._collectives, None, error)
         finally:
             self.close()
+        if self._collectives.rank == 0:
+            size, seconds = sum(file.size for file in files), time.perf_counter() - self._started
+            self._store.events.built(self.artifact_id, self.generation, bytes=size, seconds=seconds)
         return self.artifact_id
 
     def close(self) -> None:
@@ -219,6 +224,8 @@ class ArtifactBuild:
             certificate = self._draft.model_copy(update={"files": files, "created_at": now})
             disk = self._store.files
             write_file(disk, source / LEASE_LOCK, [])
+            with Descriptor(os.open(source / LEASE_LOCK, os.O_RDWR | os.O_NOFOLLOW)) as lock:
+                self._store.record_use(lock.fd)
             for folder in sorted({os.path.dirname(file.path) for file in files}):
                 sync_folder(disk, source / folder)
             write_file(disk, source / CERTIFICATE, [memoryview(certificate.encode())])

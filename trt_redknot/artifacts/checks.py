@@ -71,11 +71,15 @@ def check_digest(
     label: str,
     verified: VerifiedFiles,
     between: Callable[[], None] = nothing_between,
-) -> None:
-    """Compare an open file with its certified digest, unless that was done before and the file is unchanged since."""
+) -> int:
+    """Compare an open file with its certified digest, unless that was done before and the file is unchanged since.
+
+    Returns:
+        Bytes that were read for it.
+    """
     status = os.fstat(fd)
     if verified.has(status, certified.digest):
-        return
+        return 0
     try:
         size, digest = digest_open_file(files, fd, between)
     except OSError as error:
@@ -89,6 +93,7 @@ def check_digest(
             path=label,
         )
     verified.remember(status, digest)
+    return size
 
 
 def unreadable(error: OSError, label: str) -> ArtifactError:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trt_redknot.errors import StoreError
+
+if TYPE_CHECKING:
+    from trt_redknot.artifacts.certificate import Certificate
 
 
 class ArtifactFault(StrEnum):
@@ -50,6 +54,20 @@ class ArtifactError(StoreError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (self.fault, self.problem, self.expected, self.found, self.path, self.remedy))
+
+
+class MisplacedError(ArtifactError):
+    """A sound certificate lies where another artifact's belongs. `certificate` says what it really certifies."""
+
+    def __init__(self, certificate: Certificate, *, expected: object, found: object, path: Path | str) -> None:
+        super().__init__(
+            ArtifactFault.CERTIFICATE_MISPLACED,
+            "a certificate belongs to another artifact",
+            expected=expected,
+            found=found,
+            path=path,
+        )
+        self.certificate = certificate
 
 
 def _rebuild(

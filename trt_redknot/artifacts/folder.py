@@ -5,7 +5,9 @@
 <root>/.building/<name>/                          an unpublished build; its build.lock is held while it lives
 <root>/.trash/<name>/                             removed with one rename, not yet deleted
 <root>/.quarantine/<name>/                        a corrupt generation and reason.json
-<root>/.locks/                                    store.lock (short changes), <namespace>/<id>.lock (one build)
+<root>/.quotas/<namespace>.json                   quota of a namespace
+<root>/.locks/                                    store.lock (short changes), <namespace>/<id>.lock (one build),
+                                                  clock (time of the latest use), kernel.json (see hosts.py)
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import contextlib
 import json
 import os
 import re
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +28,7 @@ from trt_redknot.artifacts.certificate import (
     Certificate,
     parse_certificate,
 )
-from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
+from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault, MisplacedError
 from trt_redknot.artifacts.files import (
     Descriptor,
     Files,
@@ -36,9 +39,11 @@ from trt_redknot.artifacts.files import (
     tree_bytes,
     write_file,
 )
+from trt_redknot.artifacts.hosts import Host, HostGuard
 from trt_redknot.artifacts.layout import CERTIFICATE, LEASE_LOCK
 from trt_redknot.artifacts.locks import FileLock, acquire, try_lock_path
 from trt_redknot.errors import StoreError
+from trt_redknot.observability.events import StoreEvents
 
 ARTIFACT_ID_PATTERN = re.compile(r"[0-9a-f]{32}")
 BUILD_LOCK = "build.lock"
@@ -49,6 +54,8 @@ PIN_FILE = "pinned"
 _GENERATION_PATTERN = re.compile(r"gen-(\d{8})")
 _QUARANTINE_PATTERN = re.compile(r"(.+)\.([0-9a-f]{32})\.gen-\d{8}\.[0-9a-f]{8}")
 _MAX_NOTE_BYTES = 1 << 16
+# Coarser than the times that file systems keep.
+_TICK_NS = 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +74,23 @@ class Published:
 class StoreFolder:
     """One namespace of a store's root.
 
+    Args:
+        events: told what happens here.
+
     Raises:
         StoreError: the namespace's name is not one, or the root is not a folder.
     """
 
-    def __init__(self, root: Path, namespace: str, *, files: Files, lock_timeout_s: float) -> None:
+    def __init__(
+        self,
+        root: Path,
+        namespace: str,
+        *,
+        files: Files,
+        lock_timeout_s: float,
+        events: StoreEvents,
+        host: Host,
+    ) -> None:
         if not isinstance(namespace, str) or not re.fullmatch(NAMESPACE_PATTERN.strip("^$"), namespace):
             raise StoreError(
                 "the namespace's name cannot be used",
@@ -84,6 +103,8 @@ class StoreFolder:
         self.namespace = namespace
         self.files = files
         self.lock_timeout_s = lock_timeout_s
+        self.events = events
+        self.hosts = HostGuard(self.root, self.locks / "kernel.json", files=files, host=host)
 
     @property
     def home(self) -> Path:
@@ -113,11 +134,13 @@ class StoreFolder:
 
     def mutex(self) -> FileLock:
         """Held for short changes of what is visible or reserved."""
+        self.hosts.check(claim=True)
         path = self.locks / "store.lock"
         return acquire(self.files, path, what="the artifact store", timeout_s=self.lock_timeout_s)
 
     def build_lock(self, artifact_id: str, wait_s: float) -> FileLock:
         """Held by the one build of an artifact, for as long as it takes."""
+        self.hosts.check(claim=True)
         path = self.locks / self.namespace / f"{artifact_id}.lock"
         return acquire(self.files, path, what=f"the build of artifact {artifact_id}", timeout_s=wait_s)
 
@@ -224,7 +247,22 @@ class StoreFolder:
                 write_file(self.files, place / REASON_FILE, [memoryview(json.dumps(note).encode())])
                 self.files.rename(found.path, place / GENERATION_FOLDER)
                 sync_folder(self.files, self.quarantine)
-                return place
+        self.events.quarantined(found.artifact_id, found.generation, reason)
+        return place
+
+    def record_use(self, fd: int) -> None:
+        """Make an open lease lock the latest used of the store, also after the clock was moved back.
+
+        A store that may only be read cannot record use; it is not the one that evicts either.
+        """
+        at = time.time_ns()
+        with contextlib.suppress(OSError):
+            path = self.locks / "clock"
+            with Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)) as clock:
+                at = max(at, os.fstat(clock.fd).st_mtime_ns + _TICK_NS)
+                self.files.touch(clock.fd, at)
+        with contextlib.suppress(OSError):
+            self.files.touch(fd, at)
 
     def unique_name(self, artifact_id: str, generation: int) -> str:
         return f"{self.namespace}.{artifact_id}.{generation_name(generation)}.{uuid.uuid4().hex[:8]}"
@@ -244,12 +282,14 @@ def _check_place(certificate: Certificate, here: tuple[str, str, int], label: st
     there = (certificate.namespace, certificate.artifact_id, certificate.generation)
     if here == there:
         return
-    other = here[:2] != there[:2]
+    expected, found = "/".join(map(str, here)), "/".join(map(str, there))
+    if here[:2] != there[:2]:
+        raise MisplacedError(certificate, expected=expected, found=found, path=label)
     raise ArtifactError(
-        ArtifactFault.CERTIFICATE_MISPLACED if other else ArtifactFault.CERTIFICATE_GENERATION,
-        f"a certificate belongs to another {'artifact' if other else 'generation'}",
-        expected="/".join(map(str, here)),
-        found="/".join(map(str, there)),
+        ArtifactFault.CERTIFICATE_GENERATION,
+        "a certificate belongs to another generation",
+        expected=expected,
+        found=found,
         path=label,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from trt_redknot.artifacts.layout import TOKENS, TOKENS_FILE, file_of, tensor_na
 from trt_redknot.artifacts.locks import FileLock
 from trt_redknot.artifacts.tensorfile import TensorFile
 from trt_redknot.digests import digest_tokens
+from trt_redknot.observability.events import StoreEvents, Tier
 
 
 class Lease:
@@ -42,6 +44,7 @@ class Lease:
         rank: int | None,
         files: Files,
         verified: VerifiedFiles,
+        events: StoreEvents,
     ) -> None:
         self.certificate = certificate
         self.path = path
@@ -50,7 +53,11 @@ class Lease:
         self._lock = lock
         self._files = files
         self._verified = verified
+        self._events = events
         self._open: dict[str, TensorFile] = {}
+        # Held where the folder is looked into: its descriptor must not be closed, and its number reused, meanwhile.
+        self._guard = threading.Lock()
+        self._closed = False
 
     @property
     def artifact_id(self) -> str:
@@ -79,16 +86,16 @@ class Lease:
     def check_sizes(self) -> None:
         """Check that the certified files are there with their size, without reading them; else ArtifactError."""
         for file in self.certificate.files_of(self.rank):
-            open_certified(self._files, self._folder.fd, file, label=str(self.path / file.path)).close()
+            self._open_certified(file, str(self.path / file.path)).close()
 
     def tokens(self, between: Callable[[], None] = nothing_between) -> NDArray[np.int64]:
         """The document's token ids, int64 [token_count], checked against the certificate's token digest."""
         certified = self._certified(TOKENS_FILE)
         label = str(self.path / TOKENS_FILE)
-        with open_certified(self._files, self._folder.fd, certified, label=label) as target:
+        with self._open_certified(certified, label) as target:
             mismatch = None
             try:
-                check_digest(self._files, target.fd, certified, label=label, verified=self._verified, between=between)
+                self._check_digest(target.fd, certified, label, between)
             except ArtifactError as error:
                 if error.fault is not ArtifactFault.FILE_DIGEST:
                     raise
@@ -134,7 +141,9 @@ class Lease:
 
         May be a view of the private memory map. Shapes are those of :func:`artifact_parts`.
         """
-        return self._decode(part, self.raw(part, layer), dtype)
+        stored = self.raw(part, layer)
+        self._events.moved(Tier.HOST, stored.nbytes)
+        return self._decode(part, stored, dtype)
 
     def rows(
         self, part: Part, layer: int | None, index: torch.Tensor, dtype: torch.dtype | None = None
@@ -147,11 +156,16 @@ class Lease:
         stored = self.raw(part, layer)
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < stored.shape[0]:
             raise IndexError(f"rows {int(index.min())}..{int(index.max())} of {part} with {stored.shape[0]} rows")
-        return self._decode(part, stored.index_select(0, index.cpu()), dtype)
+        chosen = stored.index_select(0, index.cpu())
+        self._events.moved(Tier.HOST, chosen.nbytes)
+        return self._decode(part, chosen, dtype)
 
     def close(self) -> None:
+        """Let the generation go. Safe while other threads read: they get what they have begun, or ValueError."""
+        with self._guard:
+            self._closed = True
+            self._folder.close()
         self._open.clear()
-        self._folder.close()
         self._lock.close()
 
     def __enter__(self) -> Lease:
@@ -176,9 +190,21 @@ class Lease:
         return codec.decode(stored, dtype)
 
     def _file(self, path: str, between: Callable[[], None]) -> TensorFile:
-        if path not in self._open:
-            self._open[path] = self._checked(self._certified(path), between)
-        return self._open[path]
+        found = self._open.get(path)
+        if found is None:
+            # Two threads may both check a file; the second finds it remembered.
+            found = self._open[path] = self._checked(self._certified(path), between)
+        return found
+
+    def _open_certified(self, certified: CertifiedFile, label: str) -> Descriptor:
+        with self._guard:
+            if self._closed:
+                raise ValueError(f"the lease of artifact {self.artifact_id} is closed")
+            return open_certified(self._files, self._folder.fd, certified, label=label)
+
+    def _check_digest(self, fd: int, certified: CertifiedFile, label: str, between: Callable[[], None]) -> None:
+        read = check_digest(self._files, fd, certified, label=label, verified=self._verified, between=between)
+        self._events.moved(Tier.DISK, read)
 
     def _certified(self, path: str) -> CertifiedFile:
         certified = self.certificate.file(path)
@@ -188,6 +214,6 @@ class Lease:
 
     def _checked(self, certified: CertifiedFile, between: Callable[[], None]) -> TensorFile:
         label = str(self.path / certified.path)
-        with open_certified(self._files, self._folder.fd, certified, label=label) as target:
-            check_digest(self._files, target.fd, certified, label=label, verified=self._verified, between=between)
+        with self._open_certified(certified, label) as target:
+            self._check_digest(target.fd, certified, label, between)
             return TensorFile(target.fd, certified.size, label=label, files=self._files)

@@ -29,6 +29,7 @@ def take_lease(
     timeout_s: float | None,
 ) -> Lease:
     """See :meth:`ArtifactStore.open`; nothing but the certificate is checked."""
+    store.hosts.check(claim=False)
     deadline = time.monotonic() + (store.lock_timeout_s if timeout_s is None else timeout_s)
     while True:
         number = _choose(store, artifact_id, generation)
@@ -85,9 +86,7 @@ def _try(
             fault = ArtifactFault.FILE_NOT_REGULAR if link else ArtifactFault.FILE_UNREADABLE
             raise ArtifactError(fault, f"an artifact cannot be opened: {error.strerror}", path=path) from error
         certificate = store.read_certificate(folder.fd, artifact_id, generation)
-        # A store that may only be read cannot record use; it is not the one that evicts either.
-        with contextlib.suppress(PermissionError, OSError):
-            os.utime(lock.fd)
+        store.record_use(lock.fd)
         undo.pop_all()
     return Lease(
         certificate=certificate,
@@ -97,6 +96,7 @@ def _try(
         rank=rank,
         files=files,
         verified=verified,
+        events=store.events,
     )
 
 

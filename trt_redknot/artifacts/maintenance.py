@@ -11,6 +11,7 @@ from trt_redknot.artifacts.capacity import Orphans, collect_orphans, reserved_by
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.files import real_folders, tree_bytes, write_file
 from trt_redknot.artifacts.folder import PIN_FILE, Published, StoreFolder
+from trt_redknot.artifacts.quota import effective_capacity, write_quota
 from trt_redknot.artifacts.records import Collected, Listed, StoreStatus, Verdict
 from trt_redknot.artifacts.verification import faults_of
 from trt_redknot.errors import StoreError
@@ -104,6 +105,17 @@ class Maintenance:
             with contextlib.suppress(FileNotFoundError):
                 self._folder.files.remove(self._folder.artifact(artifact_id) / PIN_FILE)
 
+    def set_quota(self, quota: int | None) -> None:
+        """Bind every process to `quota` bytes in this namespace, None: to none. Nothing is evicted before a build
+        needs room. StoreError where it is not positive."""
+        with _as_store_error(self._folder.root), self._folder.mutex():
+            write_quota(self._folder, quota)
+
+    def adopt(self) -> None:
+        """Make the store this host's where locks do not reach the one that used it (see `hosts.py`)."""
+        with _as_store_error(self._folder.root):
+            self._folder.hosts.adopt()
+
     def gc(self, *, quarantine: bool = False) -> Collected:
         """Remove dead builds, the trash, superseded generations and empty folders; on request the quarantine too.
 
@@ -149,7 +161,7 @@ class Maintenance:
                 bytes=sum(found.bytes for found in published),
                 pinned_bytes=sum(found.bytes for found in published if found.pinned),
                 reserved_bytes=reserved_bytes(self._folder),
-                capacity_bytes=self.capacity_bytes,
+                capacity_bytes=effective_capacity(self._folder, self.capacity_bytes),
                 quarantined=len(list(self._folder.quarantined())),
                 disk_free_bytes=shutil.disk_usage(self._folder.root).free if present else None,
             )

@@ -13,9 +13,10 @@ from trt_redknot.artifacts.build import ArtifactBuild
 from trt_redknot.artifacts.certificate import Certificate, certified_ranks
 from trt_redknot.artifacts.checks import VerifiedFiles, nothing_between
 from trt_redknot.artifacts.documents import recover_tokens
-from trt_redknot.artifacts.faults import ArtifactError
+from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.files import Files
 from trt_redknot.artifacts.folder import StoreFolder
+from trt_redknot.artifacts.hosts import Host
 from trt_redknot.artifacts.identity import ArtifactIdentity, TpGeometry, artifact_id_of
 from trt_redknot.artifacts.lease import Lease
 from trt_redknot.artifacts.leasing import take_lease
@@ -25,6 +26,8 @@ from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.digests import digest_tokens
 from trt_redknot.errors import StoreError
+from trt_redknot.observability.events import Lookup, Purpose, StoreEvents
+from trt_redknot.observability.logs import StoreLog
 
 
 class ArtifactStore(Maintenance):
@@ -36,6 +39,8 @@ class ArtifactStore(Maintenance):
         namespace: the tenant. It is part of every artifact's id, so tenants never see each other's artifacts.
         files: the file system; tests hand in one that fails.
         lock_timeout_s: seconds to wait for another process's short change before StoreError names the holder.
+        events: told what happens (see :mod:`trt_redknot.observability`); left out: the log of this package.
+        host: the kernel and its mounts; tests hand in another one.
 
     Raises:
         StoreError: `root` is not a folder, `namespace` is not a name, `capacity_bytes` is not positive.
@@ -49,10 +54,19 @@ class ArtifactStore(Maintenance):
         *,
         files: Files | None = None,
         lock_timeout_s: float = 30.0,
+        events: StoreEvents | None = None,
+        host: Host | None = None,
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 1:
             raise StoreError("the store's capacity is not positive", expected="bytes > 0", found=capacity_bytes)
-        folder = StoreFolder(Path(root), namespace, files=files or Files(), lock_timeout_s=lock_timeout_s)
+        folder = StoreFolder(
+            Path(root),
+            namespace,
+            files=files or Files(),
+            lock_timeout_s=lock_timeout_s,
+            events=events or StoreLog(namespace),
+            host=host or Host.here(),
+        )
         super().__init__(folder, capacity_bytes)
         self._verified = VerifiedFiles()
 
@@ -64,21 +78,28 @@ class ArtifactStore(Maintenance):
     def namespace(self) -> str:
         return self._folder.namespace
 
+    @property
+    def events(self) -> StoreEvents:
+        return self._folder.events
+
     def artifact_id(self, tokens: Sequence[int] | NDArray[np.int64], identity: ArtifactIdentity) -> str:
         """The id that the artifact of these tokens has in this namespace, built or not."""
         return artifact_id_of(self.namespace, digest_tokens(np.asarray(tokens, dtype=np.int64)), identity)
 
     def find(self, artifact_id: str, *, identity: ArtifactIdentity, tp: TpGeometry) -> Certificate | None:
         """The newest generation's certificate where it fits this engine and all files have their size, else None."""
+        found: Certificate | None = None
+        outcome = Lookup.MISS
         try:
-            with self.open(artifact_id, verify=False) as lease:
+            with self._lease(artifact_id) as lease:
                 certificate = lease.certificate
-                if certificate.identity != identity or certificate.ranks != certified_ranks(tp):
-                    return None
-                lease.check_sizes()
-                return certificate
-        except ArtifactError:
-            return None
+                if certificate.identity == identity and certificate.ranks == certified_ranks(tp):
+                    lease.check_sizes()
+                    found, outcome = certificate, Lookup.HIT
+        except ArtifactError as error:
+            outcome = _outcome(error)
+        self.events.looked_up(artifact_id, outcome, Purpose.BUILD)
+        return found
 
     def open(
         self,
@@ -102,16 +123,33 @@ class ArtifactStore(Maintenance):
             ArtifactError: there is none, or it is corrupt.
             StoreError: it cannot be locked.
         """
-        lease = take_lease(
-            self._folder, self._verified, artifact_id, rank=rank, generation=generation, timeout_s=timeout_s
-        )
+        lease: Lease | None = None
+        outcome = Lookup.REFUSED
         try:
+            lease = self._lease(artifact_id, rank=rank, generation=generation, timeout_s=timeout_s)
             if verify:
                 lease.verify(between)
-        except BaseException:
-            lease.close()
+            outcome = Lookup.HIT
+        except BaseException as error:
+            if lease is not None:
+                lease.close()
+            outcome = _outcome(error)
             raise
+        finally:
+            self.events.looked_up(artifact_id, outcome, Purpose.READ)
         return lease
+
+    def _lease(
+        self,
+        artifact_id: str,
+        *,
+        rank: int | None = None,
+        generation: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Lease:
+        return take_lease(
+            self._folder, self._verified, artifact_id, rank=rank, generation=generation, timeout_s=timeout_s
+        )
 
     def newest(self, artifact_id: str) -> int | None:
         """The newest generation that has a certificate, None where there is none."""
@@ -167,3 +205,8 @@ class ArtifactStore(Maintenance):
             collectives=collectives,
             wait_s=wait_s,
         )
+
+
+def _outcome(error: BaseException) -> Lookup:
+    missing = isinstance(error, ArtifactError) and error.fault is ArtifactFault.MISSING
+    return Lookup.MISS if missing else Lookup.REFUSED

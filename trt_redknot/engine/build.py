@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from trt_redknot.artifacts.agreement import agree
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.checkpoint import Checkpoint
 from trt_redknot.collectives import Collectives
+from trt_redknot.collectives.agreement import agree
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.digests import digest_file

@@ -117,7 +117,7 @@ class Documents:
             inside = np.flatnonzero((positions >= segment.start) & (positions < segment.stop))
             if inside.size:
                 rows = positions[inside] - segment.start
-                restored[torch.from_numpy(inside)] = self._read_rows(reader, Part.LOCAL, layer, rows)
+                restored[torch.from_numpy(inside).to(self._device)] = self._read_rows(reader, Part.LOCAL, layer, rows)
         return restored
 
     def fill_streams(self, streams: torch.Tensor, positions: NDArray[np.int64]) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Documents:
             inside = np.flatnonzero((positions >= segment.start) & (positions < segment.stop))
             if inside.size:
                 rows = positions[inside] - segment.start
-                streams[torch.from_numpy(inside)] = self._read_rows(reader, Part.STREAMS, None, rows)
+                streams[torch.from_numpy(inside).to(streams.device)] = self._read_rows(reader, Part.STREAMS, None, rows)
         return streams
 
     def salience(self, ratio: int) -> NDArray[np.float64]:

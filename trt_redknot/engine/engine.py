@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from trt_redknot.admission.admit import Admission, admit
 from trt_redknot.admission.recompute import document_tokens
-from trt_redknot.artifacts.agreement import agree
 from trt_redknot.artifacts.identity import ArtifactIdentity
 from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.collectives import Collectives, from_communicator
+from trt_redknot.collectives.agreement import agree
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.engine.context import RankContext
 from trt_redknot.engine.generate import Admitted, Generation
-from trt_redknot.engine.manifest import MANIFEST, EngineManifest, check_files, read_manifest, weight_files
+from trt_redknot.engine.loading import LoadedRank, find_device, load_rank, ops_for
+from trt_redknot.engine.manifest import EngineManifest
 from trt_redknot.engine.producer import Producer
 from trt_redknot.engine.response import Response
 from trt_redknot.engine.ropes import RopeTables
 from trt_redknot.engine.walk import LayerWalk
 from trt_redknot.errors import EngineError, RedKnotError, RequestError
 from trt_redknot.model.layers import Weights
-from trt_redknot.ops.reference.backend import ReferenceOps
 from trt_redknot.partition import even_split
 from trt_redknot.request.layout import check_length, check_request, lay_out
 from trt_redknot.request.request import Artifact, Request
@@ -51,6 +48,7 @@ class Engine:
         layers: list[Weights],
         shared: Weights,
         collectives: Collectives,
+        device: torch.device,
     ) -> None:
         self.manifest = manifest
         self.geometry = geometry
@@ -59,8 +57,7 @@ class Engine:
             geometry, manifest.profile, checkpoint_fingerprint=manifest.checkpoint_fingerprint,
             form=manifest.artifact_format,
         )  # fmt: skip
-        device = torch.device("cpu")
-        ops = ReferenceOps(collectives)
+        ops = ops_for(device, manifest, geometry, collectives)
         self._ropes = RopeTables(geometry, manifest.torch_dtype, device)
         experts = even_split(geometry.experts, collectives.size)[collectives.rank]
         self._context = RankContext(
@@ -78,22 +75,27 @@ class Engine:
         self._shared = shared
 
     @classmethod
-    def open(cls, engine_dir: Path | str, comm: Intracomm | None = None, *, verify: bool = True) -> Engine:
+    def open(
+        cls, engine_dir: Path | str, comm: Intracomm | None = None, *, verify: bool = True, device: str = "cpu"
+    ) -> Engine:
         """Load this rank's part of an engine directory.
 
         Args:
             comm: an mpi4py communicator with as many ranks as the engine was built for; None: one rank.
             verify: compare the content of this rank's files with the manifest (sizes are always compared).
+            device: where this rank computes, as torch names it. Our kernels serve bfloat16 engines on a GPU; anything
+                else runs the torch references there.
 
         Raises:
             EngineError: no engine, altered, of another backend, built for another number of ranks, or not the same
                 one on every rank; on all ranks.
         """
         collectives = from_communicator(comm)
-        loaded: _Loaded | None = None
+        loaded: LoadedRank | None = None
         failure: RedKnotError | None = None
         try:
-            loaded = _load_rank(Path(engine_dir), collectives.rank, collectives.size, verify=verify)
+            place = find_device(device)
+            loaded = load_rank(Path(engine_dir), collectives.rank, collectives.size, place, verify=verify)
         except RedKnotError as error:
             failure = error
         digests = agree(collectives, None if loaded is None else loaded.manifest.digest, failure)
@@ -103,7 +105,7 @@ class Engine:
                 "the ranks opened different engines", expected=digests[0], found=sorted(set(map(str, digests))),
                 path=engine_dir, remedy="Give every rank the same engine directory, or a copy of it.",
             )  # fmt: skip
-        return cls(loaded.manifest, loaded.geometry, loaded.layers, loaded.shared, collectives)
+        return cls(loaded.manifest, loaded.geometry, loaded.layers, loaded.shared, collectives, loaded.device)
 
     @torch.inference_mode()
     def build_artifact(self, store: ArtifactStore, token_ids: Sequence[int], *, rebuild: bool = False) -> str:
@@ -197,45 +199,3 @@ class Engine:
             admission=admission,
             admission_s=admission_s,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Loaded:
-    """One rank's part of an engine directory."""
-
-    manifest: EngineManifest
-    geometry: ModelGeometry
-    layers: list[Weights]
-    shared: Weights
-
-
-def _load_rank(directory: Path, rank: int, size: int, *, verify: bool) -> _Loaded:
-    manifest, geometry = read_manifest(directory)
-    if manifest.tp_size != size:
-        raise EngineError(
-            "the engine was built for another number of ranks", expected=manifest.tp_size, found=size, path=directory,
-            remedy=f"Start it with mpirun -n {manifest.tp_size} and hand in MPI.COMM_WORLD, or build it with --tp "
-            f"{size}.",
-        )  # fmt: skip
-    if manifest.backend != "torch":
-        raise EngineError(
-            "this engine needs a GPU machine with TensorRT", expected="backend torch", found=manifest.backend,
-            path=directory, remedy="Build one with build_engine.py --backend torch.",
-        )  # fmt: skip
-    files = manifest.ranks[rank].files
-    needed = weight_files(rank, geometry.layers)
-    if tuple(file.path for file in files) != needed:
-        raise EngineError(
-            f"manifest key 'ranks.{rank}.files' does not list what the rank loads", expected=list(needed),
-            found=[file.path for file in files], path=directory / MANIFEST, remedy="Build the engine again.",
-        )  # fmt: skip
-    check_files(directory, (*files, *manifest.tokenizer_files), digests=verify)
-    *layers, shared = (_load(directory / name) for name in needed)
-    return _Loaded(manifest=manifest, geometry=geometry, layers=list(layers), shared=shared)
-
-
-def _load(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise EngineError("a file of the engine cannot be read", found=error, path=path) from error

@@ -137,9 +137,9 @@ class LayerWalk:
         index_keys = pool.index_keys[spec.layer]
         assert index_keys is not None, "salience is asked of CSA layers only"
         entries = int(tables.attention.segments[:, -1].sum())
-        sums = [torch.zeros(2, entries, dtype=torch.float64)]
+        sums = [torch.zeros(2, entries, dtype=torch.float64, device=index_keys.device)]
         for chunk, own in zip(step.rows.chunks, projected, strict=True):
-            asked = torch.from_numpy(np.flatnonzero(observe.salience_rows[chunk.own_rows]))
+            asked = torch.from_numpy(np.flatnonzero(observe.salience_rows[chunk.own_rows])).to(index_keys.device)
             assert own.index_weights is not None
             query = model.index_query(ops, spec, weights, own.query_latent[asked])
             total, seen = ops.index_salience(

@@ -33,10 +33,10 @@ struct Traits {
   static constexpr int kColumns = 8 * kTiles;
   static constexpr bool kSplit = kTiles == kWarps;           // each warp owns the softmax of one tile
   static constexpr int kOwned = kSplit ? 1 : kTiles;         // tiles whose softmax a warp computes
-  static constexpr int kBlocksPerSm = kTiles == 1 ? 6 : kTiles == 2 ? 3 : 2;
-  static constexpr int kParts = kTiles == 1 || (!kPacked && kTiles == 2) ? 1 : 2;  // 16-key parts of a tile of keys
+  static constexpr int kBlocksPerSm = kTiles == 1 ? (kPacked ? 5 : 3) : kTiles == 2 ? 3 : 2;
+  static constexpr int kParts = kPacked && kTiles == 4 ? 2 : 1;  // 16-key parts of a tile of keys
   static constexpr int kKeys = 16 * kParts;
-  static constexpr int kStages = kPacked && kTiles == 4 ? 3 : 2;
+  static constexpr int kStages = 3;  // the tile that is summed, the one that is scored, the one that is copied
   static constexpr int kChunks = kBlocks / kWarps;  // 64-channel blocks of a warp
   static constexpr int kRowBytes = kPacked ? kPackedLatentBytes : 2 * kHeadDim;
   static constexpr int kStride = kPacked ? 592 : 1040;  // odd multiples of 16: ldmatrix without bank conflicts
@@ -48,7 +48,7 @@ template <typename T>
 struct Shared {
   alignas(16) uint8_t tiles[T::kStages][T::kKeys * T::kStride];
   float4 rope_sum[T::kTiles][4][32];  // rope channels summed over finished segments, in the rows' common frame
-  float4 partial[T::kTiles][T::kParts][T::kWarps][32];
+  float4 partial[2][T::kTiles][T::kParts][T::kWarps][32];
   uint4 probabilities[T::kSplit ? T::kTiles : 1][T::kParts][T::kSplit ? 32 : 1];
   __half scales[T::kWarps][T::kPacked ? T::kChunks * T::kKeys : 8];
   float2 alpha[T::kSplit ? T::kTiles : 1][4];
@@ -97,6 +97,12 @@ class Worker {
   static constexpr int kTogether = kN == 1 ? T::kParts : 1;  // 16-key parts scored side by side
   static constexpr int kChains = kN == 1 ? 2 : 1;
 
+  // A tile: a run, and the place of its first key in it.
+  struct Cursor {
+    int run;
+    int offset;
+  };
+
   SegLatentAttentionParams const& op_;
   Shared<T>& shared_;
   Unit const unit_;
@@ -107,8 +113,8 @@ class Worker {
   float peak_[kO][2], sum_[kO][2];                // log2 units; sums of this thread's keys
   float rope_peak_[kN][2];                        // what rope_sum is relative to
   int largest_[T::kLaneScales];                   // biased exponents, of the chunks this lane looks after
-  int frame_ = 0;                                 // origin of the segment the rope channels are in
-  bool in_segment_ = false;
+  int query_frame_ = 0, sum_frame_ = 0;           // origins of the segments that q and the output's rope channels are in
+  bool scored_ = false, summed_ = false;          // whether there is such a segment yet
   int least_ = 0, most_ = 0;                      // first keys of tiles that need no mask
 
   __device__ __forceinline__ bool rope_warp() const { return warp_ == kW - 1; }
@@ -135,9 +141,9 @@ class Worker {
                                    : local + (at * op_.local_heads + head - op_.global_heads) * kHeadDim;
   }
   // cos, sin of a column's row in the segment's frame. Rows before the segment see none of it: clamped to stay inside.
-  __device__ __forceinline__ float2 const* rope_of(int column) const {
+  __device__ __forceinline__ float2 const* rope_of(int column, int origin) const {
     int const row = max(row_of(column), 0);
-    int64_t const frame = int64_t{shared_.row_position[row]} - frame_;
+    int64_t const frame = int64_t{shared_.row_position[row]} - origin;
     return reinterpret_cast<float2 const*>(op_.rope) +
            max(int64_t{0}, min(frame, op_.rope_positions - 1)) * (kRopeDim / 2);
   }
@@ -149,10 +155,11 @@ class Worker {
   __device__ __forceinline__ void load_queries();
   __device__ __forceinline__ void enter(int begin);
   __device__ __forceinline__ void walk();
-  __device__ __forceinline__ void load(int& run, int& offset, int stage);
+  __device__ __forceinline__ void load(Cursor& cursor, int stage);
   __device__ __forceinline__ void rotate_queries();
   __device__ __forceinline__ void fold();
-  __device__ __forceinline__ void attend(Run const& run, int offset, uint32_t tile);
+  __device__ __forceinline__ void score_tile(Run const& run, uint8_t const* tile, int parity);
+  __device__ __forceinline__ void sum_tile(Run const& run, int offset, uint32_t tile, int parity);
   __device__ __forceinline__ void score(uint32_t tile, float (&s)[kTogether][kN][4]) const;
   __device__ __forceinline__ void bound(Run const& run);
   __device__ __forceinline__ void mask(Run const& run, int offset, float (&s)[kO][T::kParts][4]) const;
@@ -250,9 +257,9 @@ __device__ __forceinline__ void Worker<T>::enter(int begin) {
 
 // Issues the copies of the next tile, if there is one, and commits them as one group either way. Eight lanes copy a key.
 template <typename T>
-__device__ __forceinline__ void Worker<T>::load(int& run_index, int& offset, int stage) {
-  if (run_index < shared_.table.run_count) {
-    Run const& run = shared_.table.runs[run_index];
+__device__ __forceinline__ void Worker<T>::load(Cursor& cursor, int stage) {
+  if (cursor.run < shared_.table.run_count) {
+    Run const& run = shared_.table.runs[cursor.run];
     int const last = run.count - 1, row0 = run.row0;
     bool const selected = run.source == Source::kSelected;
     auto const* pool = static_cast<uint8_t const*>(run.source == Source::kWindow ? op_.latents : op_.entries);
@@ -264,7 +271,7 @@ __device__ __forceinline__ void Worker<T>::load(int& run_index, int& offset, int
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       // Places past the end repeat the last key: what is masked is still a latent, never stale shared memory.
-      int const place = row0 + min(offset + (warp_ * kOwn + i) * 4 + lane_ / 8, last);
+      int const place = row0 + min(cursor.offset + (warp_ * kOwn + i) * 4 + lane_ / 8, last);
       int const row = selected ? shared_.list[place] : place;
       from[i] = pool + int64_t{row} * T::kRowBytes + lane_ % 8 * kBytes;
     }
@@ -283,40 +290,41 @@ __device__ __forceinline__ void Worker<T>::load(int& run_index, int& offset, int
         }
       }
     }
-    offset += T::kKeys;
-    if (offset > last) {
-      offset = 0;
-      ++run_index;
-    }
+    cursor.offset += T::kKeys;
+    if (cursor.offset > last) cursor = {cursor.run + 1, 0};
   }
   ptx::copy_commit();
 }
 
+// Walks the table's runs tile by tile. Each round scores the tile after the one whose probabilities it sums: the two do not
+// depend on each other, so the waits of one are filled by the other, and one barrier a tile is enough.
 template <typename T>
 __device__ __forceinline__ void Worker<T>::walk() {
-  int ahead_run = 0, ahead_offset = 0;
-#pragma unroll
-  for (int stage = 0; stage < T::kStages - 1; ++stage) load(ahead_run, ahead_offset, stage);
-  int stage = 0;
   int const runs = shared_.table.run_count;
-  for (int index = 0; index < runs; ++index) {
-    Run const run = shared_.table.runs[index];
-    if (!in_segment_ || run.segment_start != frame_) {
-      fold();
-      frame_ = run.segment_start;
-      in_segment_ = true;
-      rotate_queries();
-    }
-    bound(run);
-    for (int offset = 0; offset < run.count; offset += T::kKeys) {
-      ptx::copy_wait<T::kStages - 2>();
-      __syncthreads();
-      load(ahead_run, ahead_offset, stage == 0 ? T::kStages - 1 : stage - 1);
-      attend(run, offset, ptx::shared_address(shared_.tiles[stage]));
-      stage = stage == T::kStages - 1 ? 0 : stage + 1;
-    }
+  if (runs == 0) return;
+  Cursor ahead{0, 0}, next{0, 0};
+  load(ahead, 0);
+  load(ahead, 1);
+  ptx::copy_wait<1>();
+  __syncthreads();
+  score_tile(shared_.table.runs[0], shared_.tiles[0], 0);
+  int stage = 0;
+  for (int parity = 0;; parity ^= 1) {
+    Cursor const now = next;
+    Run const& run = shared_.table.runs[now.run];
+    next.offset += T::kKeys;
+    if (next.offset >= run.count) next = {now.run + 1, 0};
+    int const after = stage == T::kStages - 1 ? 0 : stage + 1, free = after == T::kStages - 1 ? 0 : after + 1;
+    ptx::copy_wait<0>();
+    __syncthreads();
+    load(ahead, free);
+    bool const more = next.run < runs;
+    if (more) score_tile(shared_.table.runs[next.run], shared_.tiles[after], parity ^ 1);
+    if (now.offset == 0) bound(run);
+    sum_tile(run, now.offset, ptx::shared_address(shared_.tiles[stage]), parity);
+    if (!more) break;
+    stage = after;
   }
-  ptx::copy_wait<0>();
 }
 
 // The rope channels of q, turned by the row's position in the segment's frame.
@@ -327,7 +335,7 @@ __device__ __forceinline__ void Worker<T>::rotate_queries() {
   for (int n = 0; n < kN; ++n) {
     auto const* q = column_pointer(8 * n + g_, static_cast<__nv_bfloat16 const*>(op_.q_global),
                                    static_cast<__nv_bfloat16 const*>(op_.q_local));
-    float2 const* turn = rope_of(8 * n + g_);
+    float2 const* turn = rope_of(8 * n + g_, query_frame_);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -348,11 +356,11 @@ __device__ __forceinline__ void Worker<T>::rotate_queries() {
 // Turns the rope channels of the segment's partial output back and adds them to rope_sum.
 template <typename T>
 __device__ __forceinline__ void Worker<T>::fold() {
-  if (!rope_warp() || !in_segment_) return;
+  if (!rope_warp() || !summed_) return;
   bool const odd = g_ & 1;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    float2 const* turn[2] = {rope_of(8 * n + 2 * t_), rope_of(8 * n + 2 * t_ + 1)};
+    float2 const* turn[2] = {rope_of(8 * n + 2 * t_, sum_frame_), rope_of(8 * n + 2 * t_ + 1, sum_frame_)};
     float now[2], keep[2];
     if constexpr (!T::kSplit) {
       now[0] = peak_[n][0];
@@ -621,22 +629,32 @@ __device__ __forceinline__ void Worker<T>::accumulate(uint32_t tile, int part, u
   }
 }
 
+// This warp's part of the scores of a tile, to shared memory.
 template <typename T>
-__device__ __forceinline__ void Worker<T>::attend(Run const& run, int offset, uint32_t tile) {
+__device__ __forceinline__ void Worker<T>::score_tile(Run const& run, uint8_t const* tile, int parity) {
+  if (!scored_ || run.segment_start != query_frame_) {
+    scored_ = true;
+    query_frame_ = run.segment_start;
+    rotate_queries();
+  }
 #pragma unroll
   for (int part = 0; part < T::kParts; part += kTogether) {
     float mine[kTogether][kN][4];
-    score(tile + part * 16 * T::kStride, mine);
+    score(ptx::shared_address(tile) + part * 16 * T::kStride, mine);
 #pragma unroll
     for (int p = 0; p < kTogether; ++p) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        shared_.partial[n][part + p][warp_][lane_] = {mine[p][n][0], mine[p][n][1], mine[p][n][2], mine[p][n][3]};
+        shared_.partial[parity][n][part + p][warp_][lane_] = {mine[p][n][0], mine[p][n][1], mine[p][n][2], mine[p][n][3]};
       }
     }
   }
+}
+
+// Scores of all warps to probabilities, and those times the latents to the output.
+template <typename T>
+__device__ __forceinline__ void Worker<T>::sum_tile(Run const& run, int offset, uint32_t tile, int parity) {
   if constexpr (T::kPacked) read_scales(tile);
-  __syncthreads();
   // log2(e) / sqrt(512): probabilities are powers of two from here on.
   constexpr float kScale = 1.4426950408889634f * 0.04419417382415922f;
   float s[kO][T::kParts][4];
@@ -644,7 +662,7 @@ __device__ __forceinline__ void Worker<T>::attend(Run const& run, int offset, ui
   for (int o = 0; o < kO; ++o) {
 #pragma unroll
     for (int part = 0; part < T::kParts; ++part) {
-      float4 const(&parts)[kW][32] = shared_.partial[owned(o)][part];
+      float4 const(&parts)[kW][32] = shared_.partial[parity][owned(o)][part];
       float4 total = parts[0][lane_];
 #pragma unroll
       for (int w = 1; w < kW; ++w) {
@@ -739,6 +757,11 @@ __device__ __forceinline__ void Worker<T>::attend(Run const& run, int offset, ui
         }
       }
     }
+  }
+  if (!summed_ || run.segment_start != sum_frame_) {
+    fold();
+    summed_ = true;
+    sum_frame_ = run.segment_start;
   }
 #pragma unroll
   for (int part = 0; part < T::kParts; ++part) accumulate(tile, part, p_f16[part], p_bf16[part]);

@@ -9,8 +9,9 @@ namespace {
 
 constexpr int kFewThreads = 128;
 constexpr int kMaxSharedBytes = 48 * 1024;
-constexpr int kMaxThreads = 512;
-constexpr int kBatch = 4;     // slots pooled at a time
+constexpr int kMaxThreads = 384;
+constexpr int kFewBatch = 4;   // slots pooled at a time
+constexpr int kManyBatch = 2;
 constexpr int kFewSlots = 8;  // entries of at most so many slots take the warp kernel
 constexpr float kLog2E = 1.4426950408889634F;
 
@@ -20,24 +21,25 @@ __device__ __forceinline__ float exponential(float exponent_of_two) {
   return result;
 }
 
-// Softmax pooling of one channel. Logits are in units of log 2.
+// Softmax pooling of one channel. NaN logits go through the sums; the peak may lose them.
 struct Pool {
   float peak = -INFINITY;
   float total = 0.0F;
   float sum = 0.0F;
 
   // Absent slots have logit -inf and value 0.
+  template <int kBatch>
   __device__ __forceinline__ void add(float const (&logits)[kBatch], float const (&values)[kBatch]) {
     float raised = peak;
 #pragma unroll
-    for (float const logit : logits) raised = raise(raised, logit);
-    float const safe = raised == -INFINITY ? 0.0F : raised;
-    float const keep = exponential(peak - safe);
+    for (float const logit : logits) raised = fmaxf(raised, logit);
+    float const offset = offset_of(raised);
+    float const keep = exponential(fmaf(peak, kLog2E, offset));
     total *= keep;
     sum *= keep;
 #pragma unroll
     for (int slot = 0; slot < kBatch; ++slot) {
-      float const weight = exponential(logits[slot] - safe);
+      float const weight = exponential(fmaf(logits[slot], kLog2E, offset));
       total += weight;
       sum = fmaf(weight, values[slot], sum);
     }
@@ -45,18 +47,19 @@ struct Pool {
   }
 
   __device__ __forceinline__ void merge(float other_peak, float other_total, float other_sum) {
-    float const raised = raise(peak, other_peak);
-    float const safe = raised == -INFINITY ? 0.0F : raised;
-    float const keep = exponential(peak - safe);
-    float const take = exponential(other_peak - safe);
+    float const raised = fmaxf(peak, other_peak);
+    float const offset = offset_of(raised);
+    float const keep = exponential(fmaf(peak, kLog2E, offset));
+    float const take = exponential(fmaf(other_peak, kLog2E, offset));
     total = keep * total + take * other_total;
     sum = keep * sum + take * other_sum;
     peak = raised;
   }
 
+  __device__ __forceinline__ float pooled() const { return __fdividef(sum, total); }
+
  private:
-  // The larger, NaN if either is: fmaxf would lose it.
-  static __device__ __forceinline__ float raise(float a, float b) { return b > a || b != b ? b : a; }
+  static __device__ __forceinline__ float offset_of(float peak) { return peak == -INFINITY ? 0.0F : -peak * kLog2E; }
 };
 
 // What one thread reads of one entry: eight channels of some slots.
@@ -74,9 +77,9 @@ struct SlotReader {
         ratio(all.slots_an_entry / all.series),
         stride(static_cast<int64_t>(all.series) * all.width) {}
 
-  // Raw gate and value of a slot; -1 and slots past the last are absent, other rows outside the raw ones are NaN.
+  // Raw gate and value of a slot: zero where it is absent (-1, or past the last), NaN where its row is out of range.
   __device__ __forceinline__ bool load(int slot, uint4& gate, uint4& value) const {
-    gate = value = uint4{~0U, ~0U, ~0U, ~0U};
+    gate = value = uint4{0, 0, 0, 0};
     if (slot >= params.slots_an_entry) return false;
     int64_t const row = __ldg(slots + slot);
     if (row == -1) return false;
@@ -84,6 +87,8 @@ struct SlotReader {
       int64_t const offset = row * stride + series_channel(slot);
       gate = load_once(static_cast<__nv_bfloat16 const*>(params.gate) + offset);
       value = load_once(static_cast<__nv_bfloat16 const*>(params.kv) + offset);
+    } else {
+      gate = uint4{~0U, ~0U, ~0U, ~0U};
     }
     return true;
   }
@@ -99,49 +104,43 @@ struct SlotReader {
   }
 };
 
-__device__ __forceinline__ RowFinish finish_of(CompressParams const& params) {
-  return {params.norm,     params.norm_is_float, params.rope,   params.rope_positions,
-          params.rope_dim, params.width,         params.format, params.eps};
-}
-
-__device__ __forceinline__ uint8_t* target_of(CompressParams const& params, int64_t entry) {
+__device__ __forceinline__ uint8_t* target_of(CompressParams const& params, int64_t entry, int64_t bytes) {
   int64_t const target = params.out_rows == nullptr ? entry : params.out_rows[entry];
   if (target < 0 || target >= params.pool_rows) return nullptr;
-  return static_cast<uint8_t*>(params.out) + target * row_bytes(params.format, params.width, params.rope_dim);
+  return static_cast<uint8_t*>(params.out) + target * bytes;
 }
 
 // Adds slots `first`, `first + step`, ... of one entry, kBatch of them, to the pools of eight channels.
+template <int kBatch>
 __device__ __forceinline__ void pool_batch(SlotReader const& reader, int first, int step, Pool (&pools)[kVector]) {
   uint4 gates[kBatch];
   uint4 raws[kBatch];
   bool present[kBatch];
 #pragma unroll
   for (int index = 0; index < kBatch; ++index) present[index] = reader.load(first + index * step, gates[index], raws[index]);
-  float logits[kBatch][kVector];
-  float values[kBatch][kVector];
+  float logits[kVector][kBatch];
+  float values[kVector][kBatch];
 #pragma unroll
   for (int index = 0; index < kBatch; ++index) {
-    unpack_bf16(gates[index], logits[index]);
-    unpack_bf16(raws[index], values[index]);
-    float bias[kVector] = {};
+    float bias[kVector] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY};
     if (present[index]) reader.bias(first + index * step, bias);
+    float gate[kVector];
+    float value[kVector];
+    unpack_bf16(gates[index], gate);
+    unpack_bf16(raws[index], value);
 #pragma unroll
     for (int channel = 0; channel < kVector; ++channel) {
-      logits[index][channel] = present[index] ? (logits[index][channel] + bias[channel]) * kLog2E : -INFINITY;
-      values[index][channel] = present[index] ? values[index][channel] : 0.0F;
+      logits[channel][index] = gate[channel] + bias[channel];
+      values[channel][index] = value[channel];
     }
   }
 #pragma unroll
-  for (int channel = 0; channel < kVector; ++channel) {
-    float const batch_logits[kBatch] = {logits[0][channel], logits[1][channel], logits[2][channel], logits[3][channel]};
-    float const batch_values[kBatch] = {values[0][channel], values[1][channel], values[2][channel], values[3][channel]};
-    pools[channel].add(batch_logits, batch_values);
-  }
+  for (int channel = 0; channel < kVector; ++channel) pools[channel].add(logits[channel], values[channel]);
 }
 
 // One warp an entry of few slots: nothing but registers.
 template <int kVectors>
-__global__ void __launch_bounds__(kFewThreads) compress_few_kernel(CompressParams const params) {
+__global__ void __launch_bounds__(kFewThreads, 5) compress_few_kernel(CompressParams const params, RowFinish const finish) {
   int64_t const entry = static_cast<int64_t>(blockIdx.x) * (kFewThreads / kWarp) + threadIdx.x / kWarp;
   if (entry >= params.entries) return;
   int const lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -155,16 +154,16 @@ __global__ void __launch_bounds__(kFewThreads) compress_few_kernel(CompressParam
     SlotReader const reader(params, entry, channel);
     Pool pools[kVector];
 #pragma unroll
-    for (int first = 0; first < kFewSlots; first += kBatch) pool_batch(reader, first, 1, pools);
+    for (int first = 0; first < kFewSlots; first += kFewBatch) pool_batch<kFewBatch>(reader, first, 1, pools);
 #pragma unroll
-    for (int slot = 0; slot < kVector; ++slot) values[index][slot] = pools[slot].sum / pools[slot].total;
+    for (int slot = 0; slot < kVector; ++slot) values[index][slot] = pools[slot].pooled();
   }
-  finish_row<kWarp, kVectors>(finish_of(params), lane, params.positions[entry], target_of(params, entry), values, nullptr);
+  finish_row<kWarp, kVectors>(finish, lane, params.positions[entry], target_of(params, entry, finish.bytes), values, nullptr);
 }
 
 // One block an entry. Thread (group, lane): eight channels of every kGroups-th slot; groups merge in shared memory.
 template <int kVectors>
-__global__ void compress_kernel(CompressParams const params, int lanes, int groups) {
+__global__ void __launch_bounds__(kMaxThreads, 2) compress_kernel(CompressParams const params, RowFinish const finish, int lanes, int groups) {
   extern __shared__ float shared[];  // [groups][3][width], then the pooled vector [width]
   int64_t const entry = blockIdx.x;
   int const lane = static_cast<int>(threadIdx.x) % lanes;
@@ -175,8 +174,8 @@ __global__ void compress_kernel(CompressParams const params, int lanes, int grou
   if (group < groups) {
     SlotReader const reader(params, entry, channel);
     Pool pools[kVector];
-    for (int slot = group; slot < params.slots_an_entry; slot += groups * kBatch) {
-      pool_batch(reader, slot, groups, pools);
+    for (int slot = group; slot < params.slots_an_entry; slot += groups * kManyBatch) {
+      pool_batch<kManyBatch>(reader, slot, groups, pools);
     }
 #pragma unroll
     for (int index = 0; index < kVector; ++index) {
@@ -194,7 +193,7 @@ __global__ void compress_kernel(CompressParams const params, int lanes, int grou
       float const* const source = shared + other * 3 * width + index;
       pool.merge(source[0], source[width], source[2 * width]);
     }
-    pooled[index] = pool.sum / pool.total;
+    pooled[index] = pool.pooled();
   }
   __syncthreads();
   if (threadIdx.x >= kWarp) return;
@@ -205,15 +204,17 @@ __global__ void compress_kernel(CompressParams const params, int lanes, int grou
 #pragma unroll
     for (int slot = 0; slot < kVector; ++slot) values[index][slot] = first < width ? pooled[first + slot] : 0.0F;
   }
-  finish_row<kWarp, kVectors>(finish_of(params), static_cast<int>(threadIdx.x), params.positions[entry],
-                              target_of(params, entry), values, nullptr);
+  finish_row<kWarp, kVectors>(finish, static_cast<int>(threadIdx.x), params.positions[entry],
+                              target_of(params, entry, finish.bytes), values, nullptr);
 }
 
 template <int kVectors>
 Status launch(CompressParams const& params, cudaStream_t stream) {
+  RowFinish const finish = make_finish(params.norm, params.norm_is_float, params.rope, params.rope_positions,
+                                       params.rope_dim, params.width, params.format, params.eps);
   if (params.slots_an_entry <= kFewSlots) {
     int64_t const blocks = (params.entries + kFewThreads / kWarp - 1) / (kFewThreads / kWarp);
-    compress_few_kernel<kVectors><<<static_cast<unsigned>(blocks), kFewThreads, 0, stream>>>(params);
+    compress_few_kernel<kVectors><<<static_cast<unsigned>(blocks), kFewThreads, 0, stream>>>(params, finish);
     REDKNOT_LAUNCHED();
     return Status::kSuccess;
   }
@@ -222,7 +223,7 @@ Status launch(CompressParams const& params, cudaStream_t stream) {
   int const groups = std::clamp(params.slots_an_entry / 4, 1, most);
   unsigned const threads = static_cast<unsigned>(ceil_to(static_cast<int64_t>(lanes) * groups, kWarp));
   size_t const bytes = sizeof(float) * static_cast<size_t>((groups * 3 + 1) * params.width);
-  compress_kernel<kVectors><<<static_cast<unsigned>(params.entries), threads, bytes, stream>>>(params, lanes, groups);
+  compress_kernel<kVectors><<<static_cast<unsigned>(params.entries), threads, bytes, stream>>>(params, finish, lanes, groups);
   REDKNOT_LAUNCHED();
   return Status::kSuccess;
 }

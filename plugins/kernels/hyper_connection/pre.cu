@@ -17,11 +17,13 @@ constexpr int kSlice = 1024;              // depth of one block
 constexpr int kSlicePitch = kSlice + 32;  // rows 64 bytes apart modulo the banks: quads of lanes do not collide
 constexpr int kMixTiles = 3;              // of eight mixes
 constexpr int kMixes = kMixTiles * 8;
+constexpr int kGroup = 4;                 // blocks of 32 channels loaded ahead
 constexpr int kPartial = 28;              // floats a row and split: mixes, then the sum of squares at kMixes
 constexpr int kPre = 4;                   // floats a row: weights of the collapse
 constexpr size_t kSliceBytes = 2UL * kMixes * kSlicePitch * sizeof(__nv_bfloat16);
 constexpr int kResidentBlocks = 2 * 132;  // two blocks on each of a Hopper chip's multiprocessors
-constexpr int kWeighThreads = 64;
+constexpr int kWeighThreads = 128;
+constexpr int kRowLanes = 8;              // lanes that weigh one row
 
 struct Split {
   int depth;   // streams * hidden
@@ -72,6 +74,24 @@ __device__ __forceinline__ float squares(uint4 raw) {
   return sum;
 }
 
+// The streams of one lane in kGroup blocks of 32 channels: rows `row` and `row + 8`, zero outside the tensor.
+struct Fragments {
+  uint4 upper[kGroup];
+  uint4 lower[kGroup];
+
+  __device__ __forceinline__ void load(__nv_bfloat16 const* streams, int64_t rows, int depth, int64_t row, int first,
+                                       int blocks) {
+    __nv_bfloat16 const* const source = streams + row * depth + first * 32;
+#pragma unroll
+    for (int index = 0; index < kGroup; ++index) {
+      bool const inside = first + index < blocks;
+      upper[index] = lower[index] = uint4{0, 0, 0, 0};
+      if (inside && row < rows) upper[index] = load_once(source + index * 32);
+      if (inside && row + 8 < rows) lower[index] = load_once(source + static_cast<int64_t>(depth) * 8 + index * 32);
+    }
+  }
+};
+
 // Partial mixes and sums of squares over one slice of the depth, for every gridDim.x-th tile of 128 rows. The depth is
 // permuted inside blocks of 32 (a lane's 16-byte load feeds two products), alike for both operands: sums do not change.
 __global__ void __launch_bounds__(kThreads, 2)
@@ -85,36 +105,45 @@ __global__ void __launch_bounds__(kThreads, 2)
   int const quad = lane % 4;
   int const first = static_cast<int>(blockIdx.y) * kSlice;
   int const blocks = min(kSlice, split.depth - first) / 32;
-  stage_fn(params.fn, mixes, split.depth, first, high);
-  __syncthreads();
   auto const* streams = static_cast<__nv_bfloat16 const*>(params.streams) + first + quad * kVector;
   float* const partial = partials + static_cast<int64_t>(blockIdx.y) * params.rows * kPartial;
   int64_t const tiles = (params.rows + kTileRows - 1) / kTileRows;
+  int const row_in_tile = warp * 16 + group;
+  Fragments next;
+  next.load(streams, params.rows, split.depth, static_cast<int64_t>(blockIdx.x) * kTileRows + row_in_tile, 0, blocks);
+  stage_fn(params.fn, mixes, split.depth, first, high);
+  __syncthreads();
   for (int64_t tile_index = blockIdx.x; tile_index < tiles; tile_index += gridDim.x) {
-    int64_t const tile_row = tile_index * kTileRows + warp * 16 + group;
-    __nv_bfloat16 const* const upper = streams + min(tile_row, params.rows - 1) * split.depth;
-    __nv_bfloat16 const* const lower = streams + min(tile_row + 8, params.rows - 1) * split.depth;
+    int64_t const tile_row = tile_index * kTileRows + row_in_tile;
+    int64_t const next_row = tile_row + static_cast<int64_t>(gridDim.x) * kTileRows;
     float sums[kMixTiles][4] = {};
     float square_upper = 0.0F;
     float square_lower = 0.0F;
-#pragma unroll 4
-    for (int block = 0; block < blocks; ++block) {
-      uint4 const a = load_once(upper + block * 32);
-      uint4 const b = load_once(lower + block * 32);
-      square_upper += squares(a);
-      square_lower += squares(b);
-      uint32_t const early[4] = {a.x, b.x, a.y, b.y};
-      uint32_t const late[4] = {a.z, b.z, a.w, b.w};
+    for (int begin = 0; begin < blocks; begin += kGroup) {
+      Fragments const now = next;
+      bool const last = begin + kGroup >= blocks;  // then the first group of the next tile
+      next.load(streams, params.rows, split.depth, last ? next_row : tile_row, last ? 0 : begin + kGroup, blocks);
 #pragma unroll
-      for (int tile = 0; tile < kMixTiles; ++tile) {
-        if (tile * 8 >= mixes) break;
-        int const source = (tile * 8 + group) * kSlicePitch + block * 32 + quad * kVector;
-        uint4 const h = *reinterpret_cast<uint4 const*>(high + source);
-        uint4 const l = *reinterpret_cast<uint4 const*>(low + source);
-        mma(sums[tile], early, h.x, h.y);
-        mma(sums[tile], early, l.x, l.y);
-        mma(sums[tile], late, h.z, h.w);
-        mma(sums[tile], late, l.z, l.w);
+      for (int index = 0; index < kGroup; ++index) {
+        uint4 const a = now.upper[index];
+        uint4 const b = now.lower[index];
+        square_upper += squares(a);
+        square_lower += squares(b);
+        uint32_t const early[4] = {a.x, b.x, a.y, b.y};
+        uint32_t const late[4] = {a.z, b.z, a.w, b.w};
+        // Past the last block the fragments are zero; any fn inside shared memory will do.
+        int const block = min(begin + index, blocks - 1);
+#pragma unroll
+        for (int tile = 0; tile < kMixTiles; ++tile) {
+          if (tile * 8 >= mixes) break;
+          int const source = (tile * 8 + group) * kSlicePitch + block * 32 + quad * kVector;
+          uint4 const h = *reinterpret_cast<uint4 const*>(high + source);
+          uint4 const l = *reinterpret_cast<uint4 const*>(low + source);
+          mma(sums[tile], early, h.x, h.y);
+          mma(sums[tile], early, l.x, l.y);
+          mma(sums[tile], late, h.z, h.w);
+          mma(sums[tile], late, l.z, l.w);
+        }
       }
     }
     square_upper = lane_sum<4>(square_upper);
@@ -160,39 +189,46 @@ __device__ __forceinline__ void sinkhorn(float (&comb)[kStreams][kStreams], int 
   }
 }
 
-// Weights of one row, a thread each: `pre` for the collapse, post and comb.
+// Weights of one row: `pre` for the collapse, post and comb. Eight lanes a row read its partials; then each works out the
+// whole row, since a four by four Sinkhorn is a chain of latencies, not of work.
 template <int kStreams>
 __global__ void __launch_bounds__(kWeighThreads)
     weigh_kernel(HyperConnectionPreParams const params, Split const split, float const* partials, float* weights) {
-  int64_t const row = static_cast<int64_t>(blockIdx.x) * kWeighThreads + threadIdx.x;
-  if (row >= params.rows) return;
+  int64_t const row = (static_cast<int64_t>(blockIdx.x) * kWeighThreads + threadIdx.x) / kRowLanes;
+  int const lane = static_cast<int>(threadIdx.x) % kRowLanes;
+  bool const inside = row < params.rows;
   constexpr int kCells = kStreams * kStreams;
-  constexpr int kUsed = 2 * kStreams + kCells;
-  static_assert(kUsed <= kMixes && kStreams <= kPre);
-  float mix[kMixes + 4] = {};
-  for (int part = 0; part < split.splits; ++part) {
-    auto const* source = reinterpret_cast<float4 const*>(partials + (part * params.rows + row) * kPartial);
-#pragma unroll
-    for (int quad = 0; quad < kPartial / 4; ++quad) {
-      if (quad * 4 >= kUsed && quad * 4 != kMixes) continue;
-      float4 const value = __ldcg(source + quad);
-      mix[quad * 4] += value.x;
-      mix[quad * 4 + 1] += value.y;
-      mix[quad * 4 + 2] += value.z;
-      mix[quad * 4 + 3] += value.w;
+  static_assert(2 * kStreams + kCells <= kMixes && kStreams <= kPre && kPartial <= 4 * kRowLanes);
+  float4 sum{0, 0, 0, 0};
+  if (inside && lane * 4 < kPartial) {
+    auto const* source = reinterpret_cast<float4 const*>(partials + row * kPartial) + lane;
+    int64_t const step = params.rows * (kPartial / 4);
+#pragma unroll 8
+    for (int part = 0; part < split.splits; ++part) {
+      float4 const value = __ldcg(source + part * step);
+      sum.x += value.x, sum.y += value.y, sum.z += value.z, sum.w += value.w;
     }
   }
+  float mix[kPartial];
+#pragma unroll
+  for (int quad = 0; quad < kPartial / 4; ++quad) {
+    mix[quad * 4] = __shfl_sync(kAllLanes, sum.x, quad, kRowLanes);
+    mix[quad * 4 + 1] = __shfl_sync(kAllLanes, sum.y, quad, kRowLanes);
+    mix[quad * 4 + 2] = __shfl_sync(kAllLanes, sum.z, quad, kRowLanes);
+    mix[quad * 4 + 3] = __shfl_sync(kAllLanes, sum.w, quad, kRowLanes);
+  }
+  if (!inside) return;
   float const inverse = rsqrtf(mix[kMixes] / static_cast<float>(split.depth) + params.norm_eps);
 #pragma unroll
   for (int stream = 0; stream < kStreams; ++stream) {
     float const logit = mix[stream] * inverse * params.scale[0] + params.base[stream];
-    weights[row * kPre + stream] = sigmoid(logit) + params.eps;
+    if (lane == stream) weights[row * kPre + stream] = sigmoid(logit) + params.eps;
   }
   if (params.head) return;
 #pragma unroll
   for (int stream = 0; stream < kStreams; ++stream) {
     float const logit = mix[kStreams + stream] * inverse * params.scale[1] + params.base[kStreams + stream];
-    params.post[row * kStreams + stream] = 2.0F * sigmoid(logit);
+    if (lane == stream) params.post[row * kStreams + stream] = 2.0F * sigmoid(logit);
   }
   float comb[kStreams][kStreams];
 #pragma unroll
@@ -218,7 +254,7 @@ __global__ void __launch_bounds__(kWeighThreads)
   for (int line = 0; line < kStreams; ++line) {
 #pragma unroll
     for (int index = 0; index < kStreams; ++index) {
-      params.comb[row * kCells + line * kStreams + index] = comb[line][index];
+      if (lane == line) params.comb[row * kCells + line * kStreams + index] = comb[line][index];
     }
   }
 }
@@ -287,7 +323,7 @@ Status launch(HyperConnectionPreParams const& params, cudaStream_t stream) {
   dim3 const grid(static_cast<unsigned>(columns), static_cast<unsigned>(split.splits));
   mix_kernel<<<grid, kThreads, kSliceBytes, stream>>>(params, mix_count(params), split, partials);
   REDKNOT_LAUNCHED();
-  auto const weigh_blocks = static_cast<unsigned>((params.rows + kWeighThreads - 1) / kWeighThreads);
+  auto const weigh_blocks = static_cast<unsigned>((params.rows * kRowLanes + kWeighThreads - 1) / kWeighThreads);
   weigh_kernel<kStreams><<<weigh_blocks, kWeighThreads, 0, stream>>>(params, split, partials, weights);
   REDKNOT_LAUNCHED();
   collapse_kernel<kStreams, kVectors><<<static_cast<unsigned>(params.rows), kThreads, 0, stream>>>(params, weights);

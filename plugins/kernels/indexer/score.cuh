@@ -115,6 +115,11 @@ __device__ __forceinline__ void load_tile(ScoreShared<kFp8>& shared, Scoring con
   }
 }
 
+// The two warpgroups multiply in turn, so that one always sums while the other multiplies; left alone they would do both at
+// the same time and each wait for the other.
+__device__ __forceinline__ void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 3) : "memory"); }
+__device__ __forceinline__ void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 3) : "memory"); }
+
 template <bool kFp8>
 __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring const s) {
   extern __shared__ __align__(1024) uint8_t score_raw[];
@@ -164,7 +169,8 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
       out = s.scores + (int64_t{block_row} + t) * s.op.entries - first_entry;
     }
     int const tiles = static_cast<int>((end - begin + kTileKeys - 1) / kTileKeys);
-    int const own = (tiles - group + 1) / 2;
+    // Both groups take as many turns: the last tile of one may lie past the end, and nothing of it is written.
+    int const own = (tiles + 1) / 2;
     auto first_key = [&](int index) { return begin + int64_t{2 * index + group} * kTileKeys; };
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage) {
@@ -173,11 +179,13 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
     }
     uint64_t const q[2] = {wgmma::descriptor(ptx::shared_address(shared.q[0])),
                            wgmma::descriptor(ptx::shared_address(shared.q[0]) + 2 * kIndexHeads * 128)};
+    if (group == 1) pass_turn(0);
     for (int index = 0; index < own; ++index) {
       int const stage = index % kStages;
       ptx::copy_wait<kStages - 2>();
       wgmma::publish();
       asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+      take_turn(group);
       float products[2][64];
       uint64_t const keys = wgmma::descriptor(ptx::shared_address(shared.tiles[group][stage][0]));
       wgmma::fence();
@@ -195,6 +203,8 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
               wgmma::multiply_bf16(products[pair], a, b, panel + step > 0);
             }
           }
+          // The last products are a group of their own: the other group's may start while they still run.
+          if (panel == ScoreShared<kFp8>::kPanels - 1 && step == 2) wgmma::commit();
         }
       }
       wgmma::commit();
@@ -202,6 +212,8 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
         load_tile(shared, s, group, (index + kStages - 1) % kStages, first_key(index + kStages - 1), end, thread);
       }
       ptx::copy_commit();
+      wgmma::wait<1>();
+      if (group == 0 || index + 1 < own) pass_turn(1 - group);
       wgmma::wait<0>();
       float sums[kRows][2];
 #pragma unroll

@@ -8,7 +8,7 @@ namespace {
 constexpr int kThreads = 256;
 
 template <int kTeam, int kVectors>
-__global__ void __launch_bounds__(kThreads) norm_rope_pack_kernel(NormRopePackParams const params) {
+__global__ void __launch_bounds__(kThreads) norm_rope_pack_kernel(NormRopePackParams const params, RowFinish const finish) {
   __shared__ float scratch[kTeam / kWarp];
   int const member = static_cast<int>(threadIdx.x) % kTeam;
   int64_t const vector = static_cast<int64_t>(blockIdx.x) * (kThreads / kTeam) + threadIdx.x / kTeam;
@@ -24,14 +24,11 @@ __global__ void __launch_bounds__(kThreads) norm_rope_pack_kernel(NormRopePackPa
     uint4 const raw = channel < params.width ? load_once(source + channel) : uint4{0, 0, 0, 0};
     unpack_bf16(raw, values[index]);
   }
-  RowFinish const finish{params.norm,     params.norm_is_float, params.rope,   params.rope_positions,
-                         params.rope_dim, params.width,         params.format, params.eps};
   int64_t const position = params.rope == nullptr ? 0 : params.positions[row];
   int64_t const target = params.out_rows == nullptr ? row : params.out_rows[row];
-  int64_t const bytes = row_bytes(params.format, params.width, params.rope_dim);
   uint8_t* out = nullptr;
   if (target >= 0 && target < params.pool_rows) {
-    out = static_cast<uint8_t*>(params.out) + (target * params.heads + head) * bytes;
+    out = static_cast<uint8_t*>(params.out) + (target * params.heads + head) * finish.bytes;
   }
   finish_row<kTeam, kVectors>(finish, member, position, out, values, scratch);
 }
@@ -41,7 +38,9 @@ Status launch(NormRopePackParams const& params, cudaStream_t stream) {
   constexpr int kRowsPerBlock = kThreads / kTeam;
   int64_t const blocks = (params.rows * params.heads + kRowsPerBlock - 1) / kRowsPerBlock;
   REDKNOT_SUPPORTED(blocks <= INT32_MAX);
-  norm_rope_pack_kernel<kTeam, kVectors><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
+  RowFinish const finish = make_finish(params.norm, params.norm_is_float, params.rope, params.rope_positions,
+                                       params.rope_dim, params.width, params.format, params.eps);
+  norm_rope_pack_kernel<kTeam, kVectors><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, finish);
   REDKNOT_LAUNCHED();
   return Status::kSuccess;
 }

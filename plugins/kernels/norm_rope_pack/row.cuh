@@ -7,7 +7,8 @@
 
 namespace redknot {
 
-// What a row is finished with. Vector v of team member t holds channels (v * team + t) * 8 ...
+// What rows are finished with; sizes are worked out once, by the host. Vector v of team member t holds channels
+// (v * team + t) * 8 ...
 struct RowFinish {
   void const* norm;
   bool norm_is_float;
@@ -17,7 +18,28 @@ struct RowFinish {
   int32_t width;
   RowFormat format;
   float eps;
+  float inverse_width;
+  int32_t coded;    // channels stored as codes
+  int32_t scales;   // byte of a packed latent row where its scales begin
+  int32_t padding;  // bytes after the scales
+  int64_t bytes;    // of one stored row
 };
+
+inline RowFinish make_finish(void const* norm, bool norm_is_float, float const* rope, int64_t rope_positions,
+                             int32_t rope_dim, int32_t width, RowFormat format, float eps) {
+  RowFinish finish{norm,   norm_is_float, rope, rope_positions, rope_dim, width, format,
+                   eps,    1.0F / static_cast<float>(width),    width,    0,     0,
+                   2L * width};
+  if (format == RowFormat::kPackedLatent) {
+    finish.coded = width - rope_dim;
+    finish.scales = width + rope_dim;
+    finish.bytes = packed_latent_bytes(width, rope_dim);
+    finish.padding = static_cast<int32_t>(finish.bytes) - finish.scales - (finish.coded + 63) / 64;
+  } else if (format == RowFormat::kPackedRow) {
+    finish.bytes = packed_row_bytes(width);
+  }
+  return finish;
+}
 
 // Rotates the pairs of eight channels that start at rope channel `channel`.
 __device__ __forceinline__ void rotate_vector(float const* rope, int64_t rope_positions, int32_t rope_dim,
@@ -43,25 +65,23 @@ __device__ __forceinline__ void rotate_vector(float const* rope, int64_t rope_po
 // Stores eight channels of a packed row. Every lane of the warp takes part, `inside` or not: scales are shared by lanes.
 __device__ __forceinline__ void store_packed(RowFinish const& finish, uint8_t* row, int channel, bool inside,
                                              float const (&values)[kVector]) {
-  int const nope = finish.format == RowFormat::kPackedLatent ? finish.width - finish.rope_dim : finish.width;
-  bool const coded = inside && channel < nope;
+  bool const coded = inside && channel < finish.coded;
   bool finite = true;
   float const peak = coded ? finite_peak(values, finite) : 0.0F;
+  auto const block = static_cast<uint32_t>(channel);
   if (finish.format == RowFormat::kPackedLatent) {
     int const exponent = scale_exponent(lane_max<8>(peak));
-    uint8_t* const scales = row + nope + 2 * finish.rope_dim;
+    uint8_t* const scales = row + finish.scales;
     if (coded) {
       *reinterpret_cast<uint2*>(row + channel) = encode_e4m3(values, exponent, finite);
-      if (channel % 64 == 0) scales[channel / 64] = static_cast<uint8_t>(exponent + 127);
+      if (block % 64 == 0) scales[block / 64] = static_cast<uint8_t>(exponent + 127);
     } else if (inside) {
       uint4 const raw = pack_bf16(values);  // rows are 8-byte aligned, not 16
-      uint2* const target = reinterpret_cast<uint2*>(row + nope + 2 * (channel - nope));
+      uint2* const target = reinterpret_cast<uint2*>(row + 2 * channel - finish.coded);
       target[0] = {raw.x, raw.y};
       target[1] = {raw.z, raw.w};
     }
-    int const used = nope + 2 * finish.rope_dim + (nope + 63) / 64;
-    int const padding = static_cast<int>(packed_latent_bytes(finish.width, finish.rope_dim)) - used;
-    if (channel / kVector < padding) row[used + channel / kVector] = 0;
+    if (static_cast<int>(block / kVector) < finish.padding) row[finish.bytes - 1 - block / kVector] = 0;
   } else {
     int const exponent = scale_exponent(lane_max<16>(peak));
     if (!coded) return;
@@ -69,7 +89,7 @@ __device__ __forceinline__ void store_packed(RowFinish const& finish, uint8_t* r
     uint32_t* const target = reinterpret_cast<uint32_t*>(row + channel);  // rows are 4-byte aligned
     target[0] = codes.x;
     target[1] = codes.y;
-    if (channel % 128 == 0) reinterpret_cast<float*>(row + finish.width)[channel / 128] = power_of_two(exponent);
+    if (block % 128 == 0) reinterpret_cast<float*>(row + finish.width)[block / 128] = power_of_two(exponent);
   }
 }
 
@@ -83,8 +103,7 @@ __device__ __forceinline__ void finish_row(RowFinish const& finish, int member, 
 #pragma unroll
     for (float const value : vector) squares += value * value;
   }
-  float const mean = block_sum<kTeam>(squares, scratch) / static_cast<float>(finish.width);
-  float const inverse = rsqrtf(mean + finish.eps);
+  float const inverse = rsqrtf(block_sum<kTeam>(squares, scratch) * finish.inverse_width + finish.eps);
 #pragma unroll
   for (int index = 0; index < kVectors; ++index) {
     int const channel = (index * kTeam + member) * kVector;
@@ -110,18 +129,6 @@ __device__ __forceinline__ void finish_row(RowFinish const& finish, int member, 
       store_packed(finish, static_cast<uint8_t*>(out), channel, inside, values[index]);
     }
   }
-}
-
-__host__ __device__ inline int64_t row_bytes(RowFormat format, int64_t width, int64_t rope_dim) {
-  switch (format) {
-    case RowFormat::kBFloat16:
-      return 2 * width;
-    case RowFormat::kPackedLatent:
-      return packed_latent_bytes(width, rope_dim);
-    case RowFormat::kPackedRow:
-      return packed_row_bytes(width);
-  }
-  return 0;
 }
 
 }  // namespace redknot

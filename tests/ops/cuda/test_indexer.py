@@ -11,7 +11,7 @@ from benches.common import Layout, make_table, place, random_rope, table_to
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.cuda.indexer import lightning_indexer
 from trt_redknot.ops.cuda.library import kernels_present, load_kernels
-from trt_redknot.ops.reference.indexer import index_scores
+from trt_redknot.ops.reference.numerics import rotate
 from trt_redknot.ops.reference.packing import pack_rows, unpack_rows
 from trt_redknot.ops.tables import AttentionTable
 
@@ -56,17 +56,24 @@ def select(
 
 
 def row_scores(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: AttentionTable, rope: torch.Tensor, row: int
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: AttentionTable, rope: torch.Tensor, row: int, fp8: bool
 ) -> tuple[torch.Tensor, int]:
-    """fp64 scores of one row over the entries of its sequence, -inf where invisible, and the first entry's pool row."""
+    """fp64 scores of one row over the entries of its sequence, -inf where invisible, and the first entry's pool row.
+
+    With `fp8`, q is rounded to e4m3 after its rotation, as the kernel does: what is left to differ is summation.
+    """
     first, last = table.row_segments[row].tolist()
-    segments = table.segments[first:last].tolist()
-    one = slice(row, row + 1)
-    scores = index_scores(
-        q[one].double(), weights[one].double(), keys.double(), table.positions[one], table.visible[one], segments,
-        rope.double(),
-    )  # fmt: skip
-    return scores[0], segments[0][3]
+    parts = []
+    for start, _, offset, count, _ in table.segments[first:last, [0, 1, 3, 4, 2]].tolist():
+        frame = (table.positions[row : row + 1] - start).clamp(min=0)
+        turned = rotate(q[row : row + 1].float(), rope, frame)[0]
+        if fp8:
+            turned = unpack_rows(pack_rows(turned), 128, torch.float32)
+        products = torch.relu(turned.double() @ keys[offset : offset + count].double().T)
+        parts.append(weights[row].double() @ products / (64 * 128) ** 0.5)
+    scores = torch.cat(parts)
+    scores[int(table.visible[row]) :] = -torch.inf
+    return scores, int(table.segments[first, 3])
 
 
 @needs_gpu
@@ -109,7 +116,7 @@ def test_exact_inputs_select_exactly(
 def test_random_inputs_select_the_best(
     form: str, sequences: tuple[tuple[int, ...], ...], seed: int, top_k: int
 ) -> None:
-    """What is chosen scores, in fp64, at least as much as what is not, up to the rounding of q (bf16 or e4m3)."""
+    """What is chosen scores, in fp64, at least as much as what is not, up to the rounding of sums."""
     table, entries = random_table(sequences, seed, most=8)
     rows = table.positions.shape[0]
     generator = torch.Generator(device="cuda").manual_seed(seed)
@@ -121,7 +128,7 @@ def test_random_inputs_select_the_best(
     plain = unpack_rows(stored, 128, torch.float32) if form == "fp8 packed" else keys
     found = select(q, weights, stored, table, rope, top_k, fp8=form != "bf16")
     for row in range(rows):
-        scores, first = row_scores(q, weights, plain, table, rope, row)
+        scores, first = row_scores(q, weights, plain, table, rope, row, fp8=form != "bf16")
         seen = int((~scores.isinf()).sum())
         chosen = found[row][found[row] >= 0] - first
         assert chosen.shape[0] == min(seen, top_k)
@@ -129,8 +136,8 @@ def test_random_inputs_select_the_best(
         assert chosen.unique().shape[0] == chosen.shape[0]
         if chosen.shape[0] == 0:
             continue
-        # Errors of q add up over 64 heads as independent ones do: half a step of e4m3 is 1/16, of bf16 1/512.
-        slack = (0.03 if form == "fp8 packed" else 0.002) * float(scores[~scores.isinf()].std(unbiased=False) + 0.1)
+        # Sums of the matrix units keep about 13 bits in fp8, and q is rounded to bf16 in the other form.
+        slack = 4e-3 * float(scores[~scores.isinf()].std(unbiased=False) + 0.1)
         values = scores[chosen]
         assert (values[:-1] - values[1:] > -2 * slack).all()
         rest = scores.clone()
@@ -191,5 +198,5 @@ def test_bad_inputs_are_refused(wrong: str) -> None:
 def test_workspace_grows_with_rows_without_a_gpu() -> None:
     load_kernels()
     few, many = (torch.ops.redknot.lightning_indexer_workspace(1000, rows) for rows in (4, 400))
-    assert many - few >= 396 * 4000
+    assert many - few >= 396 * 4000 - 256
     assert few >= 4 * 4000 + 1000 * 132

@@ -12,7 +12,7 @@ INDEX_HEADS = 64
 INDEX_DIM = 128
 MAX_SELECTED = 1024
 # Scores of this many bytes lie in memory at a time; rows are scored in as many rounds as that takes.
-_SCORE_BYTES = 128 * 2**20
+_SCORE_BYTES = 512 * 2**20
 _LEAST_ROWS = 4
 
 

@@ -1,0 +1,127 @@
+"""One rank of a job in which, case by case, one random rank is made to differ. Argument: a folder with task.json.
+
+Every rank has a store of its own, and writes rank-<n>.json: what it saw in each case.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from tests.engine.ranks.damage import CASES, DEADLINE_S, Case, Scene
+from tests.engine.ranks.job import make_engine, read_task
+from tests.engine.ranks.scenario import build_documents
+from trt_redknot import Artifact, ArtifactStore, Engine, Request, Response, ReusePolicy, Tokens
+from trt_redknot.artifacts.files import Files
+from trt_redknot.config.profile import SplitProfile
+
+POLICY = {"boundary": 2, "tail": 4, "top_entries": 2, "budget": 0.2}
+CHUNK_ROWS = 1000
+
+
+class Job:
+    """The stores of all engines, and this rank's view of them."""
+
+    def __init__(self, folder: Path, task: dict[str, Any]) -> None:
+        self.world = MPI.COMM_WORLD
+        self.rank = self.world.Get_rank()
+        self.folder = folder
+        self.task = task
+        checkpoint = Path(task["checkpoint"])
+        self.engine = make_engine(checkpoint, folder / "engine", self.world, chunk_rows=CHUNK_ROWS)
+        self.ids = self._documents("base", self.engine)
+        self.foreign = self._foreign(checkpoint)
+        if self.rank == 0:
+            shutil.copytree(folder / "base", folder / "newer")
+        self.world.Barrier()
+        self.engine.build_artifact(ArtifactStore(folder / "newer"), task["documents"][1], rebuild=True)
+        self.clean = self.copy("base", "clean")
+        self.newer = self.copy("newer", "clean-newer")
+
+    def _documents(self, name: str, engine: Engine) -> list[str]:
+        return build_documents(engine, ArtifactStore(self.folder / name), self.task["documents"])
+
+    def _foreign(self, checkpoint: Path) -> dict[str, tuple[Path, list[str]]]:
+        """Real artifacts of the same documents by engines that differ in one thing."""
+        default = SplitProfile.default(self.engine.geometry)
+        profile = default.model_copy(update={"trailing_fence": default.trailing_fence + 1})
+        engines = {
+            "checkpoint": make_engine(
+                Path(self.task["other"]), self.folder / "other", self.world, chunk_rows=CHUNK_ROWS
+            ),
+            "profile": make_engine(
+                checkpoint, self.folder / "profile", self.world, chunk_rows=CHUNK_ROWS, profile=profile
+            ),
+        }
+        found = {
+            name: (self.folder / f"by-{name}", self._documents(f"by-{name}", made)) for name, made in engines.items()
+        }
+        if self.rank == 0:
+            alone = make_engine(checkpoint, self.folder / "alone", None, chunk_rows=CHUNK_ROWS)
+            self._documents("by-ranks", alone)
+        self.world.Barrier()
+        return {**found, "ranks": (self.folder / "by-ranks", self.ids)}
+
+    def copy(self, source: str, target: str) -> Path:
+        """This rank's own copy of a store."""
+        place = self.folder / f"rank-{self.rank}" / target
+        shutil.copytree(self.folder / source, place)
+        return place
+
+    def ask(self, store: ArtifactStore, *, steps: int = 2, policy: ReusePolicy | None) -> Response:
+        segments = [*(Artifact(each) for each in self.ids), Tokens(self.task["question"])]
+        request = Request(segments=segments, max_new_tokens=steps, stop_tokens=[], reuse=policy)
+        return self.engine.generate(request, store=store)
+
+    def try_case(self, name: str, case: Case, wanted: Response) -> dict[str, Any]:
+        """The request while one rank differs, once more while what lasts lasts, and when all is well again."""
+        draw = random.Random(f"{self.task['seed']} {name}")
+        odd = draw.randrange(self.world.Get_size())
+        identity, scene, clean = self.engine.identity, None, self.newer if case.newer else self.clean
+        store = ArtifactStore(clean)
+        if self.rank == odd:
+            scene = Scene(
+                store=self.copy("base", name.replace(" ", "-")), ids=self.ids, rank=self.rank, engine=self.engine,
+                foreign=self.foreign, draw=draw, files=Files(),
+            )  # fmt: skip
+            case.change(scene)
+            store = ArtifactStore(scene.store, files=scene.files)
+        self.world.Barrier()
+        policy = ReusePolicy(**POLICY, deadline_s=DEADLINE_S if name == "slow rank" else 60.0)
+        response = self.ask(store, policy=policy)
+        again = self.ask(store, steps=1, policy=policy).report.fallback_reason if case.lasting else None
+        self.engine.identity = identity
+        healed = clean if scene is None or case.lasting else scene.store
+        after = self.ask(ArtifactStore(healed), steps=1, policy=ReusePolicy(**POLICY, deadline_s=60.0)).report
+        return {
+            "odd": odd,
+            "reason": response.report.fallback_reason,
+            "detail": response.report.fallback_detail,
+            "arm": response.report.arm,
+            "admitted": response.report.admitted,
+            "error": float((response.first_logits - wanted.first_logits).abs().max()),
+            "same_tokens": response.tokens == wanted.tokens,
+            "again": again,
+            "after": [after.arm, after.fallback_reason],
+        }
+
+
+def run(folder: Path) -> None:
+    torch.set_num_threads(1)
+    job = Job(folder, read_task(folder))
+    wanted = job.ask(ArtifactStore(job.clean), policy=None)
+    clean = job.ask(ArtifactStore(job.clean), policy=ReusePolicy(**POLICY, deadline_s=60.0)).report
+    seen = {name: job.try_case(name, case, wanted) for name, case in CASES.items()}
+    content = {"clean": [clean.arm, clean.fallback_reason], "omitted": clean.rows.omitted, "cases": seen}
+    (folder / f"rank-{job.rank}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))

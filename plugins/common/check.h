@@ -4,9 +4,9 @@
 
 #include "common/status.h"
 
-#define REDKNOT_REQUIRE(condition, status)     \
-  do {                                         \
-    if (!(condition)) return (status);         \
+#define REDKNOT_REQUIRE(condition, status) \
+  do {                                     \
+    if (!(condition)) return (status);     \
   } while (false)
 
 #define REDKNOT_VALID(condition) REDKNOT_REQUIRE(condition, ::redknot::Status::kInvalidArgument)

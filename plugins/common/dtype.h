@@ -12,13 +12,13 @@ enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kPacked = 2 };
 inline constexpr int kHeadDim = 512;
 inline constexpr int kRopeDim = 64;
 inline constexpr int kNopeDim = kHeadDim - kRopeDim;
-inline constexpr int kLatentBlock = 64;                      // channels that share a ue8m0 scale
+inline constexpr int kLatentBlock = 64;  // channels that share a ue8m0 scale
 inline constexpr int kLatentScales = kNopeDim / kLatentBlock;
 inline constexpr int kLatentScaleOffset = kNopeDim + 2 * kRopeDim;
 inline constexpr int kPackedLatentBytes = 584;
 static_assert(kLatentScaleOffset + kLatentScales <= kPackedLatentBytes && kPackedLatentBytes % 8 == 0);
 
-inline constexpr int kRowBlock = 128;                        // channels of a plain packed row that share an fp32 scale
+inline constexpr int kRowBlock = 128;  // channels of a plain packed row that share an fp32 scale
 
 constexpr int64_t latent_row_bytes(Dtype dtype) {
   return dtype == Dtype::kPacked ? kPackedLatentBytes : kHeadDim * (dtype == Dtype::kBFloat16 ? 2 : 4);

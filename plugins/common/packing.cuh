@@ -46,7 +46,8 @@ __device__ __forceinline__ uint2 encode_e4m3(float const (&values)[kVector], int
 #pragma unroll
   for (int index = 0; index < kVector; index += 2) {
     float2 const pair{values[index] * inverse, values[index + 1] * inverse};
-    words[index / 4] |= static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3)) << (8 * (index % 4));
+    words[index / 4] |= static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3))
+                        << (8 * (index % 4));
   }
   if (!finite) {
 #pragma unroll

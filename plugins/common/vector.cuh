@@ -53,7 +53,8 @@ __device__ __forceinline__ void load_floats(float const* address, float (&values
 }
 
 // Eight weights at `channel` of a vector that is fp32 or bf16.
-__device__ __forceinline__ void load_weights(void const* weights, bool is_float, int64_t channel, float (&values)[kVector]) {
+__device__ __forceinline__ void load_weights(void const* weights, bool is_float, int64_t channel,
+                                             float (&values)[kVector]) {
   if (is_float) {
     load_floats(static_cast<float const*>(weights) + channel, values);
   } else {
@@ -71,7 +72,8 @@ __device__ __forceinline__ float lane_sum(float value) {
 template <int kLanes>
 __device__ __forceinline__ float lane_max(float value) {
 #pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, offset));
+  for (int offset = kLanes / 2; offset > 0; offset /= 2)
+    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, offset));
   return value;
 }
 

@@ -95,8 +95,8 @@ Attributes Attributes::parse(std::span<FieldSpec const> specs, nvinfer1::PluginF
     }
     double const value = field == nullptr ? *spec.fallback : read_scalar(spec, *field);
     check_range(spec, value);
-    result.values_.push_back({spec, spec.type == PluginFieldType::kINT32 ? static_cast<int32_t>(value) : 0,
-                              static_cast<float>(value)});
+    result.values_.push_back(
+        {spec, spec.type == PluginFieldType::kINT32 ? static_cast<int32_t>(value) : 0, static_cast<float>(value)});
   }
   return result;
 }

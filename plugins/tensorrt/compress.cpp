@@ -8,7 +8,8 @@ namespace {
 
 enum Input : size_t { kKv, kGate, kApe, kNorm, kRope, kSlots, kPositions };
 
-// kv, gate [N, series * width], ape [ratio, series * width], norm [width], rope, slots [E, series * ratio], positions [E]
+// kv, gate [N, series * width], ape [ratio, series * width], norm [width], rope, slots [E, series * ratio], positions
+// [E]
 // -> entries [E, width] or stored.
 class Compress final : public Operator {
  public:

@@ -73,8 +73,7 @@ bool allowed(TensorSpec const& spec, DataType type) {
 }
 
 void check_type(TensorSpec const& spec, PluginTensorDesc const& given, PluginTensorDesc const* in) {
-  bool const matches =
-      spec.same_type_as < 0 ? allowed(spec, given.type) : given.type == in[spec.same_type_as].type;
+  bool const matches = spec.same_type_as < 0 ? allowed(spec, given.type) : given.type == in[spec.same_type_as].type;
   if (matches && given.format == TensorFormat::kLINEAR) {
     return;
   }
@@ -265,26 +264,16 @@ int64_t volume(nvinfer1::Dims const& dims) {
 
 char const* type_name(DataType type) {
   switch (type) {
-    case DataType::kFLOAT:
-      return "float32";
-    case DataType::kHALF:
-      return "float16";
-    case DataType::kBF16:
-      return "bfloat16";
-    case DataType::kFP8:
-      return "float8";
-    case DataType::kINT8:
-      return "int8";
-    case DataType::kUINT8:
-      return "uint8";
-    case DataType::kINT32:
-      return "int32";
-    case DataType::kINT64:
-      return "int64";
-    case DataType::kBOOL:
-      return "bool";
-    default:
-      return "another type";
+    case DataType::kFLOAT: return "float32";
+    case DataType::kHALF: return "float16";
+    case DataType::kBF16: return "bfloat16";
+    case DataType::kFP8: return "float8";
+    case DataType::kINT8: return "int8";
+    case DataType::kUINT8: return "uint8";
+    case DataType::kINT32: return "int32";
+    case DataType::kINT64: return "int64";
+    case DataType::kBOOL: return "bool";
+    default: return "another type";
   }
 }
 

@@ -10,17 +10,24 @@
 namespace redknot::trt {
 namespace {
 
-constexpr size_t kKinds = 13;
+constexpr size_t kKinds = 14;
 
 std::array<PluginCreator, kKinds>& creators() {
   static std::array<PluginCreator, kKinds> instances = {
-      PluginCreator(restore_replace_kind()),    PluginCreator(norm_rope_pack_kind()),
-      PluginCreator(compress_kind()),           PluginCreator(hyper_connection_pre_kind()),
-      PluginCreator(hyper_connection_post_kind()), PluginCreator(hyper_head_kind()),
-      PluginCreator(moe_route_learned_kind()),  PluginCreator(moe_route_hash_kind()),
-      PluginCreator(moe_permute_kind()),        PluginCreator(moe_activation_kind()),
-      PluginCreator(moe_combine_kind()),        PluginCreator(collective_kind()),
+      PluginCreator(restore_replace_kind()),
+      PluginCreator(norm_rope_pack_kind()),
+      PluginCreator(compress_kind()),
+      PluginCreator(hyper_connection_pre_kind()),
+      PluginCreator(hyper_connection_post_kind()),
+      PluginCreator(hyper_head_kind()),
+      PluginCreator(moe_route_learned_kind()),
+      PluginCreator(moe_route_hash_kind()),
+      PluginCreator(moe_permute_kind()),
+      PluginCreator(moe_activation_kind()),
+      PluginCreator(moe_combine_kind()),
+      PluginCreator(collective_kind()),
       PluginCreator(seg_latent_attention_kind()),
+      PluginCreator(lightning_indexer_kind()),
   };
   return instances;
 }

@@ -17,8 +17,9 @@ struct Sizes {
 Sizes read_sizes(Attributes const& attributes) {
   Sizes const sizes{attributes.integer("streams"), attributes.integer("hidden")};
   if ((sizes.streams != 2 && sizes.streams != 4) || sizes.hidden % 8 != 0 || sizes.streams * sizes.hidden % 32 != 0) {
-    throw Refusal("fields 'streams' and 'hidden': expected 2 or 4 streams, hidden a multiple of 8 and their product of 32" +
-                  std::string(", found ") + std::to_string(sizes.streams) + " and " + std::to_string(sizes.hidden));
+    throw Refusal(
+        "fields 'streams' and 'hidden': expected 2 or 4 streams, hidden a multiple of 8 and their product of 32" +
+        std::string(", found ") + std::to_string(sizes.streams) + " and " + std::to_string(sizes.hidden));
   }
   return sizes;
 }
@@ -37,8 +38,7 @@ class Pre : public Operator {
     int64_t const mixes = head ? sizes_.streams : (2 + sizes_.streams) * sizes_.streams;
     contract_.inputs = {tensor("streams", kBFloat16, {size_of('R'), streams, fixed(sizes_.hidden)}),
                         tensor("fn", kFloat, {fixed(mixes), fixed(sizes_.streams * sizes_.hidden)}),
-                        tensor("base", kFloat, {fixed(mixes)}),
-                        tensor("scale", kFloat, {fixed(head ? 1 : 3)}),
+                        tensor("base", kFloat, {fixed(mixes)}), tensor("scale", kFloat, {fixed(head ? 1 : 3)}),
                         weight("norm", {fixed(sizes_.hidden)})};
     contract_.outputs = {tensor("normed", kBFloat16, {size_of('R'), fixed(sizes_.hidden)})};
     if (!head) {
@@ -102,10 +102,9 @@ class Post final : public Operator {
   explicit Post(Attributes const& attributes) : sizes_(read_sizes(attributes)) {
     Dim const streams = fixed(sizes_.streams);
     std::vector<Dim> const shape = {size_of('R'), streams, fixed(sizes_.hidden)};
-    contract_.inputs = {tensor("streams", kBFloat16, shape),
-                        tensor("output", kBFloat16, {size_of('R'), fixed(sizes_.hidden)}),
-                        tensor("post", kFloat, {size_of('R'), streams}),
-                        tensor("comb", kFloat, {size_of('R'), streams, streams})};
+    contract_.inputs = {
+        tensor("streams", kBFloat16, shape), tensor("output", kBFloat16, {size_of('R'), fixed(sizes_.hidden)}),
+        tensor("post", kFloat, {size_of('R'), streams}), tensor("comb", kFloat, {size_of('R'), streams, streams})};
     contract_.outputs = {tensor("mixed", kBFloat16, shape)};
   }
 

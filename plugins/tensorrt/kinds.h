@@ -17,5 +17,6 @@ OperatorKind const& moe_activation_kind();
 OperatorKind const& moe_combine_kind();
 OperatorKind const& collective_kind();
 OperatorKind const& seg_latent_attention_kind();
+OperatorKind const& lightning_indexer_kind();
 
 }  // namespace redknot::trt

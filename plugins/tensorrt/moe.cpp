@@ -147,9 +147,7 @@ class Permute final : public Operator {
 class Activation final : public Operator {
  public:
   explicit Activation(Attributes const& attributes)
-      : width_(attributes.integer("width")),
-        experts_(attributes.integer("experts")),
-        limit_(attributes.real("limit")) {
+      : width_(attributes.integer("width")), experts_(attributes.integer("experts")), limit_(attributes.real("limit")) {
     contract_.inputs = {tensor("gate_up", kBFloat16, {size_of('P'), fixed(2 * width_)}),
                         tensor("ends", kInt32, {fixed(experts_)})};
     contract_.outputs = {tensor("activated", kBFloat16, {size_of('P'), fixed(width_)})};

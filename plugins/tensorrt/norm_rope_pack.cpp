@@ -6,7 +6,8 @@
 namespace redknot::trt {
 namespace {
 
-// x [R, width] or [R, heads, width] (, norm [width]) (, rope [T, rope_dim / 2, 2], positions [R]) -> rows like x, or stored.
+// x [R, width] or [R, heads, width] (, norm [width]) (, rope [T, rope_dim / 2, 2], positions [R]) -> rows like x, or
+// stored.
 class NormRopePack final : public Operator {
  public:
   explicit NormRopePack(Attributes const& attributes)
@@ -78,9 +79,9 @@ class NormRopePack final : public Operator {
 }  // namespace
 
 OperatorKind const& norm_rope_pack_kind() {
-  static FieldSpec const fields[] = {integer_field("width", 8, kMaxWidth), integer_field("heads", 0, 1024, 0),
+  static FieldSpec const fields[] = {integer_field("width", 8, kMaxWidth),       integer_field("heads", 0, 1024, 0),
                                      integer_field("rope_dim", 0, kMaxWidth, 0), integer_field("weighted", 0, 1, 1),
-                                     integer_field("format", 0, 2, 0), real_field("eps", 0, 1)};
+                                     integer_field("format", 0, 2, 0),           real_field("eps", 0, 1)};
   static OperatorKind const kind{"NormRopePack", fields, make_operator<NormRopePack>};
   return kind;
 }

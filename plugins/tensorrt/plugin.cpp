@@ -34,19 +34,15 @@ Plugin::Plugin(OperatorKind const& kind, Attributes attributes, std::shared_ptr<
 
 nvinfer1::IPluginCapability* Plugin::getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept {
   switch (type) {
-    case nvinfer1::PluginCapabilityType::kCORE:
-      return static_cast<nvinfer1::IPluginV3OneCore*>(this);
-    case nvinfer1::PluginCapabilityType::kBUILD:
-      return static_cast<nvinfer1::IPluginV3OneBuild*>(this);
-    case nvinfer1::PluginCapabilityType::kRUNTIME:
-      return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
+    case nvinfer1::PluginCapabilityType::kCORE: return static_cast<nvinfer1::IPluginV3OneCore*>(this);
+    case nvinfer1::PluginCapabilityType::kBUILD: return static_cast<nvinfer1::IPluginV3OneBuild*>(this);
+    case nvinfer1::PluginCapabilityType::kRUNTIME: return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
   }
   return nullptr;
 }
 
 nvinfer1::IPluginV3* Plugin::clone() noexcept {
-  return guarded<nvinfer1::IPluginV3*>(kind_.name, nullptr,
-                                       [&] { return new Plugin(kind_, attributes_, operator_); });
+  return guarded<nvinfer1::IPluginV3*>(kind_.name, nullptr, [&] { return new Plugin(kind_, attributes_, operator_); });
 }
 
 int32_t Plugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t inputs, DynamicPluginTensorDesc const* out,
@@ -145,8 +141,7 @@ int32_t Plugin::enqueue(PluginTensorDesc const* in, PluginTensorDesc const* out,
 nvinfer1::IPluginV3* Plugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept { return clone(); }
 
 nvinfer1::PluginFieldCollection const* Plugin::getFieldsToSerialize() noexcept {
-  return guarded<nvinfer1::PluginFieldCollection const*>(kind_.name, nullptr,
-                                                         [&] { return attributes_.serialise(); });
+  return guarded<nvinfer1::PluginFieldCollection const*>(kind_.name, nullptr, [&] { return attributes_.serialise(); });
 }
 
 PluginCreator::PluginCreator(OperatorKind const& kind) : kind_(kind) {

@@ -13,7 +13,8 @@ namespace redknot::trt {
 inline constexpr char const* kNamespace = "redknot";
 inline constexpr char const* kVersion = "1";
 
-// What TensorRT sees of an operator, in the build and in the runtime phase. A refusal is logged and returned as a status.
+// What TensorRT sees of an operator, in the build and in the runtime phase. A refusal is logged and returned as a
+// status.
 class Plugin final : public nvinfer1::IPluginV3,
                      public nvinfer1::IPluginV3OneCore,
                      public nvinfer1::IPluginV3OneBuild,

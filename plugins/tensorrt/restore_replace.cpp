@@ -16,10 +16,10 @@ class RestoreReplace final : public Operator {
     if (width_ % 8 != 0) {
       throw Refusal("field 'width': expected a multiple of 8, found " + std::to_string(width_));
     }
-    contract_.inputs = {tensor("global", kBFloat16, {size_of('R'), fixed(width_)}),
-                        tensor("local", kBFloat16, {size_of('L'), fixed(width_)}),
-                        stored_rows("restored", packed_ ? RowFormat::kPackedRow : RowFormat::kBFloat16, size_of('S'),
-                                    width_, 0)};
+    contract_.inputs = {
+        tensor("global", kBFloat16, {size_of('R'), fixed(width_)}),
+        tensor("local", kBFloat16, {size_of('L'), fixed(width_)}),
+        stored_rows("restored", packed_ ? RowFormat::kPackedRow : RowFormat::kBFloat16, size_of('S'), width_, 0)};
     if (packed_) {
       contract_.inputs[kRestored].types.push_back(kUnsignedBytes);
     }
@@ -34,8 +34,8 @@ class RestoreReplace final : public Operator {
   void check(Bindings const& sizes) const override {
     int64_t const others = sizes[indexed_ ? 'N' : 'S'];
     if (sizes['R'] != sizes['L'] + others) {
-      throw Refusal("expected rows of 'global' = rows of 'local' + restored rows, found " +
-                    std::to_string(sizes['R']) + ", " + std::to_string(sizes['L']) + " and " + std::to_string(others));
+      throw Refusal("expected rows of 'global' = rows of 'local' + restored rows, found " + std::to_string(sizes['R']) +
+                    ", " + std::to_string(sizes['L']) + " and " + std::to_string(others));
     }
   }
 

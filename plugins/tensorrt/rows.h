@@ -24,7 +24,9 @@ inline TensorSpec tensor(char const* name, nvinfer1::DataType type, std::vector<
 }
 
 // A norm or position weight: fp32 or bf16.
-inline TensorSpec weight(char const* name, std::vector<Dim> dims) { return {name, {kFloat, kBFloat16}, std::move(dims)}; }
+inline TensorSpec weight(char const* name, std::vector<Dim> dims) {
+  return {name, {kFloat, kBFloat16}, std::move(dims)};
+}
 
 // cos and sin: [T, rope_dim / 2, 2].
 inline TensorSpec rope_table(int64_t rope_dim) {

@@ -77,7 +77,8 @@ void attend(Tensor out_global, Tensor out_local, Tensor q_global, Tensor q_local
 
 STABLE_TORCH_LIBRARY_FRAGMENT(redknot, m) {
   m.def(
-      "seg_latent_attention(Tensor(a!) out_global, Tensor(b!) out_local, Tensor q_global, Tensor q_local, Tensor segments, "
+      "seg_latent_attention(Tensor(a!) out_global, Tensor(b!) out_local, Tensor q_global, Tensor q_local, Tensor "
+      "segments, "
       "Tensor row_segments, Tensor positions, Tensor visible, Tensor latents, Tensor? entries, Tensor? selected, "
       "Tensor sinks_global, Tensor sinks_local, Tensor rope, int window) -> ()");
 }

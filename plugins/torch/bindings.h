@@ -1,7 +1,8 @@
 #pragma once
 
 // What every torch adapter shares: reading tensors through torch's stable ABI and turning statuses into exceptions.
-// An adapter checks shapes and dtypes, fills one params struct, calls one launcher. Outputs are allocated by the caller.
+// An adapter checks shapes and dtypes, fills one params struct, calls one launcher. Outputs are allocated by the
+// caller.
 
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -29,7 +30,8 @@ inline constexpr int64_t kAny = -1;
 
 inline std::string text(std::initializer_list<int64_t> shape) {
   std::string out = "[";
-  for (int64_t size : shape) out += (out.size() > 1 ? ", " : "") + (size == kAny ? std::string("any") : std::to_string(size));
+  for (int64_t size : shape)
+    out += (out.size() > 1 ? ", " : "") + (size == kAny ? std::string("any") : std::to_string(size));
   return out + "]";
 }
 
@@ -58,8 +60,8 @@ inline void require(Status status, char const* op) {
   STD_TORCH_CHECK(status == Status::kSuccess, "redknot::", op, ": ", status_text(status));
 }
 
-// torch's own lookup of the current stream. It lives in a library that a CPU build of torch lacks, so it is looked up in
-// the loaded libraries instead of linked: adapters load everywhere, and only calling an op needs a CUDA build.
+// torch's own lookup of the current stream. It lives in a library that a CPU build of torch lacks, so it is looked up
+// in the loaded libraries instead of linked: adapters load everywhere, and only calling an op needs a CUDA build.
 inline decltype(&aoti_torch_get_current_cuda_stream) stream_lookup() {
   static auto const lookup = [] {
     void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -76,8 +78,7 @@ class StreamGuard {
     auto const lookup = stream_lookup();
     STD_TORCH_CHECK(lookup != nullptr, "this torch was built without CUDA");
     void* stream = nullptr;
-    STD_TORCH_CHECK(lookup(tensor.get_device_index(), &stream) == 0,
-                    "torch has no current CUDA stream");
+    STD_TORCH_CHECK(lookup(tensor.get_device_index(), &stream) == 0, "torch has no current CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
   }
   cudaStream_t stream() const { return stream_; }

@@ -15,7 +15,8 @@ RowFormat expect_stored(Tensor const& out, int64_t format, int64_t width, int64_
     expect(out, "out", ScalarType::BFloat16, {kAny, width});
   } else {
     bool const latent = stored == RowFormat::kPackedLatent;
-    expect(out, "out", ScalarType::Byte, {kAny, latent ? packed_latent_bytes(width, rope_dim) : packed_row_bytes(width)});
+    expect(out, "out", ScalarType::Byte,
+           {kAny, latent ? packed_latent_bytes(width, rope_dim) : packed_row_bytes(width)});
   }
   return stored;
 }
@@ -68,8 +69,8 @@ void pool(Tensor out, Tensor kv, Tensor gate, Tensor ape, Tensor norm, Tensor ro
   int64_t const width = norm.size(0);
   expect(kv, "kv", ScalarType::BFloat16, {kAny, kAny});
   int64_t const raw_width = kv.size(1);
-  STD_TORCH_CHECK(width > 0 && (raw_width == width || raw_width == 2 * width), "kv: expected ", width, " or ", 2 * width,
-                  " channels, found ", raw_width);
+  STD_TORCH_CHECK(width > 0 && (raw_width == width || raw_width == 2 * width), "kv: expected ", width, " or ",
+                  2 * width, " channels, found ", raw_width);
   int64_t const series = raw_width / width;
   expect(gate, "gate", ScalarType::BFloat16, {kv.size(0), raw_width});
   params.ape_is_float = expect_float(ape, "ape", {kAny, raw_width});
@@ -215,7 +216,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(redknot, m) {
       "Tensor positions, Tensor? out_rows, int format, float eps) -> ()");
   m.def("restore_replace(Tensor(a!) out, Tensor global_state, Tensor local, Tensor restored, Tensor? index) -> ()");
   m.def(
-      "hyper_connection_pre(Tensor(a!) normed, Tensor(b!) post, Tensor(c!) comb, Tensor streams, Tensor fn, Tensor base, "
+      "hyper_connection_pre(Tensor(a!) normed, Tensor(b!) post, Tensor(c!) comb, Tensor streams, Tensor fn, Tensor "
+      "base, "
       "Tensor scale, Tensor norm, int iterations, float eps, float norm_eps) -> ()");
   m.def(
       "hyper_head(Tensor(a!) normed, Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor norm, float eps, "

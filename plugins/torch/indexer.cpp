@@ -4,8 +4,8 @@
 namespace redknot::torch_ops {
 namespace {
 
-void index(Tensor selected, Tensor workspace, Tensor q, Tensor weights, Tensor keys, Tensor segments, Tensor row_segments,
-           Tensor positions, Tensor visible, Tensor rope, bool fp8) {
+void index(Tensor selected, Tensor workspace, Tensor q, Tensor weights, Tensor keys, Tensor segments,
+           Tensor row_segments, Tensor positions, Tensor visible, Tensor rope, bool fp8) {
   expect(q, "q", ScalarType::BFloat16, {kAny, kIndexHeads, kIndexDim});
   int64_t const rows = q.size(0);
   expect(weights, "weights", ScalarType::BFloat16, {rows, kIndexHeads});
@@ -53,7 +53,8 @@ int64_t workspace_bytes(int64_t entries, int64_t rows) { return lightning_indexe
 
 STABLE_TORCH_LIBRARY_FRAGMENT(redknot, m) {
   m.def(
-      "lightning_indexer(Tensor(a!) selected, Tensor(b!) workspace, Tensor q, Tensor weights, Tensor keys, Tensor segments, "
+      "lightning_indexer(Tensor(a!) selected, Tensor(b!) workspace, Tensor q, Tensor weights, Tensor keys, Tensor "
+      "segments, "
       "Tensor row_segments, Tensor positions, Tensor visible, Tensor rope, bool fp8) -> ()");
   m.def("lightning_indexer_workspace(int entries, int rows) -> int");
 }

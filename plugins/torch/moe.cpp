@@ -1,6 +1,5 @@
-#include "kernels/moe/launch.h"
-
 #include "elementwise.h"
+#include "kernels/moe/launch.h"
 
 namespace redknot::torch_ops {
 namespace {
@@ -12,7 +11,8 @@ Scoring expect_scoring(int64_t scoring) {
 
 // Fills what both routers share from their logits and outputs.
 template <typename Params>
-Params router(Tensor const& ids, Tensor const& weights, Tensor const& logits, int64_t top_k, double scale, int64_t scoring) {
+Params router(Tensor const& ids, Tensor const& weights, Tensor const& logits, int64_t top_k, double scale,
+              int64_t scoring) {
   Params params{};
   params.logits_are_float = expect_float(logits, "logits", {kAny, kAny});
   params.logits = pointer<void>(logits);
@@ -119,10 +119,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(redknot, m) {
       "moe_route_learned(Tensor(a!) ids, Tensor(b!) weights, Tensor logits, Tensor bias, float scale, float tau, "
       "int scoring) -> ()");
   m.def(
-      "moe_route_hash(Tensor(a!) ids, Tensor(b!) weights, Tensor(c!) faults, Tensor logits, Tensor table, Tensor tokens, "
+      "moe_route_hash(Tensor(a!) ids, Tensor(b!) weights, Tensor(c!) faults, Tensor logits, Tensor table, Tensor "
+      "tokens, "
       "float scale, int scoring) -> ()");
-  m.def(
-      "moe_permute(Tensor(a!) permuted, Tensor(b!) inverse, Tensor(c!) ends, Tensor x, Tensor ids, int first) -> ()");
+  m.def("moe_permute(Tensor(a!) permuted, Tensor(b!) inverse, Tensor(c!) ends, Tensor x, Tensor ids, int first) -> ()");
   m.def("moe_activation(Tensor(a!) out, Tensor gate_up, Tensor ends, float limit) -> ()");
   m.def("moe_combine(Tensor(a!) out, Tensor y, Tensor inverse, Tensor weights) -> ()");
 }

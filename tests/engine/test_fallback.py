@@ -27,7 +27,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     paths = []
     for name in ("one", "two"):
         options = NetworkOptions(
-            kinds="chsc", hash_layers=1, groups=8, heads_per_group=2, hca=8, seed=random.randrange(2**31)
+            kinds="chs", hash_layers=1, groups=8, heads_per_group=2, hca=8, seed=random.randrange(2**31)
         )
         paths.append(str(write_network(network(options), folder / name)))
     return paths[0], paths[1]

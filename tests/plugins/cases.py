@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from benches.common import Layout, attention_case, random_rope
+from benches.common import Layout, attention_case, make_table, place, random_rope, table_to
 from benches.elementwise_cases import compress_case, expert_case, generator_of, mix_case, normal
-from trt_redknot.ops.cuda import attention, elementwise, moe
+from trt_redknot.ops.cuda import attention, elementwise, indexer, moe
 from trt_redknot.ops.cuda.elementwise import RowFormat
 from trt_redknot.ops.reference.packing import latent_row_bytes, pack_rows, row_bytes
 
@@ -84,6 +84,7 @@ def all_cases(seed: int, device: str, rows: int) -> list[Case]:
         *router_cases(seed, device, rows),
         *expert_cases(seed, device, rows),
         *attention_cases(seed, device, rows),
+        *indexer_cases(seed, device, rows),
         *collective_cases(seed, device, rows),
     ]
 
@@ -370,6 +371,38 @@ def attention_cases(seed: int, device: str, rows: int) -> list[Case]:
                     "out_global": (torch.bfloat16, (rows, 1, 512)), "out_local": (torch.bfloat16, (rows // 2, 7, 512)),
                 },
                 expected=attend,
+            )
+        )  # fmt: skip
+    return cases
+
+
+def indexer_cases(seed: int, device: str, rows: int) -> list[Case]:
+    generator = generator_of(seed, device)
+    layout = Layout(sequences=((3 * rows // 4 + 1, rows + 130),), ratio=4)
+    pools = place(layout)
+    positions = torch.randperm(sum(layout.sequences[0]), generator=generator_of(seed, "cpu"))[:rows]
+    table = table_to(make_table(layout, pools, [(0, positions)]), device)
+    q, weights = normal(generator, rows, 64, 128), normal(generator, rows, 64)
+    plain, rope = normal(generator, pools.owned_entries.shape[0], 128), random_rope(2 * rows + 132, 64).to(device)
+    cases = []
+    for packed, fp8 in ((0, 0), (0, 1), (1, 1)):
+        keys = pack_rows(plain) if packed else plain
+
+        def select(keys: torch.Tensor = keys, fp8: int = fp8) -> Mapping[str, torch.Tensor]:
+            found = indexer.lightning_indexer(q, weights, keys, table, rope, top_k=16, fp8=bool(fp8))
+            return {"selected": found}
+
+        cases.append(
+            Case(
+                plugin="LightningIndexer",
+                fields={"top_k": 16, "rows_at_a_time": 8, "packed": packed, "fp8": fp8},
+                inputs={
+                    "q": q, "weights": weights, "keys": keys, "segments": table.segments,
+                    "row_segments": table.row_segments, "positions": table.positions, "visible": table.visible,
+                    "rope": rope,
+                },
+                outputs={"selected": (torch.int64, (rows, 16))},
+                expected=select,
             )
         )  # fmt: skip
     return cases

@@ -131,8 +131,8 @@ void check_outputs(Faces const& plugin, Manifest const& manifest, Checks& checks
       checks.expect(size != nullptr && size->value() == expected.dims.d[axis], "the shape of output " + expected.name);
     }
   }
-  checks.expect(plugin.build->getOutputShapes(input_shapes.data(), inputs + 1, nullptr, 0, output_shapes.data(), outputs,
-                                              builder) != 0,
+  checks.expect(plugin.build->getOutputShapes(input_shapes.data(), inputs + 1, nullptr, 0, output_shapes.data(),
+                                              outputs, builder) != 0,
                 "another number of inputs has no output shapes");
   input_shapes[0].nbDims += 1;
   input_shapes[0].d[input_shapes[0].nbDims - 1] = builder.variable(1);
@@ -168,8 +168,8 @@ void check_refusals(Faces const& plugin, Manifest const& manifest, Logger& logge
     (void)logger.take();
     bool const shape = plugin.runtime->onShapeChange(in.data(), count_of(in), out.data(), count_of(out)) != 0;
     checks.expect_refusal(shape, logger, mention, "onShapeChange: " + what);
-    bool const run = plugin.runtime->enqueue(in.data(), out.data(), inputs.data(), outputs.data(), memory.data(),
-                                             nullptr) != 0;
+    bool const run =
+        plugin.runtime->enqueue(in.data(), out.data(), inputs.data(), outputs.data(), memory.data(), nullptr) != 0;
     checks.expect_refusal(run, logger, mention, "enqueue: " + what);
   };
   auto const spoil = [&](std::vector<Tensor> const& tensors, bool output) {
@@ -242,7 +242,8 @@ Plugin create(nvinfer1::IPluginCreatorV3One& creator, std::vector<Field> const& 
   return Plugin(creator.createPlugin("under_test", &collection, phase));
 }
 
-Plugin check_contract(nvinfer1::IPluginCreatorV3One& creator, Manifest const& manifest, Logger& logger, Checks& checks) {
+Plugin check_contract(nvinfer1::IPluginCreatorV3One& creator, Manifest const& manifest, Logger& logger,
+                      Checks& checks) {
   check_fields(creator, manifest, logger, checks);
   Plugin built = create(creator, manifest.fields, TensorRTPhase::kBUILD);
   checks.expect(built != nullptr, "a plugin is created from its fields: " + logger.take());

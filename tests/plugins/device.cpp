@@ -113,8 +113,8 @@ class Context {
     };
     auto const in = dynamic(manifest.input_descs());
     auto const out = dynamic(manifest.output_descs());
-    return static_cast<int64_t>(faces(*plugin_).build->getWorkspaceSize(
-        in.data(), static_cast<int32_t>(in.size()), out.data(), static_cast<int32_t>(out.size())));
+    return static_cast<int64_t>(faces(*plugin_).build->getWorkspaceSize(in.data(), static_cast<int32_t>(in.size()),
+                                                                        out.data(), static_cast<int32_t>(out.size())));
   }
 
   ResourceContext resources_;

@@ -1,6 +1,7 @@
 #pragma once
 
-// Small stand-ins for what TensorRT hands to a plugin. Dimension expressions carry the value they would have at run time.
+// Small stand-ins for what TensorRT hands to a plugin. Dimension expressions carry the value they would have at run
+// time.
 
 #include <NvInferRuntime.h>
 

@@ -11,9 +11,9 @@ namespace {
 using nvinfer1::DataType;
 
 DataType parse_type(std::string const& name) {
-  static std::map<std::string, DataType> const types = {
-      {"float32", DataType::kFLOAT}, {"bfloat16", DataType::kBF16}, {"int8", DataType::kINT8},
-      {"uint8", DataType::kUINT8},   {"int32", DataType::kINT32},   {"int64", DataType::kINT64}};
+  static std::map<std::string, DataType> const types = {{"float32", DataType::kFLOAT}, {"bfloat16", DataType::kBF16},
+                                                        {"int8", DataType::kINT8},     {"uint8", DataType::kUINT8},
+                                                        {"int32", DataType::kINT32},   {"int64", DataType::kINT64}};
   auto const found = types.find(name);
   if (found == types.end()) throw std::runtime_error("unknown type " + name);
   return found->second;
@@ -52,7 +52,8 @@ Field parse_field(std::istringstream& words) {
 Tensor parse_tensor(std::istringstream& words) {
   std::string type;
   Tensor tensor;
-  if (!(words >> type >> tensor.name >> tensor.path)) throw std::runtime_error("a tensor is: input TYPE NAME PATH SIZE...");
+  if (!(words >> type >> tensor.name >> tensor.path))
+    throw std::runtime_error("a tensor is: input TYPE NAME PATH SIZE...");
   tensor.type = parse_type(type);
   tensor.dims.nbDims = 0;
   int64_t size = 0;

@@ -39,18 +39,23 @@ class NetworkOptions:
     vocab: int = 97
     experts: int = 8
     experts_per_token: int = 4
+    hidden: int = 64
+    head_dim: int = 32
+    rope_dim: int = 8
+    index_heads: int = 16
+    index_dim: int = 16
 
 
 def network_config(options: NetworkOptions) -> DeepseekV4Config:
     layers = len(options.kinds)
     config = DeepseekV4Config(
         vocab_size=options.vocab,
-        hidden_size=64,
+        hidden_size=options.hidden,
         moe_intermediate_size=32,
         num_hidden_layers=layers,
         num_attention_heads=options.groups * options.heads_per_group,
-        head_dim=32,
-        partial_rotary_factor=0.25,
+        head_dim=options.head_dim,
+        partial_rotary_factor=options.rope_dim / options.head_dim,
         q_lora_rank=24,
         num_experts_per_tok=options.experts_per_token,
         n_routed_experts=options.experts,
@@ -61,8 +66,8 @@ def network_config(options: NetworkOptions) -> DeepseekV4Config:
         o_groups=options.groups,
         o_lora_rank=16,
         # Many index heads: with few, whole rows of scores are exactly zero and torch breaks the ties as it likes.
-        index_n_heads=16,
-        index_head_dim=16,
+        index_n_heads=options.index_heads,
+        index_head_dim=options.index_dim,
         index_topk=options.topk,
         initializer_range=0.12,
         max_position_embeddings=8192,

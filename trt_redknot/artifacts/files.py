@@ -36,8 +36,10 @@ class Files:
         source.rename(target)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder and what is in it; links are removed, never followed."""
-        shutil.rmtree(path)
+        """Remove a folder and what is in it; links are removed, never followed. Others may be removing it too."""
+        while os.path.lexists(path):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(path)
 
     def remove(self, path: Path) -> None:
         path.unlink()

@@ -131,10 +131,17 @@ class Lease:
     def raw(self, part: Part, layer: int | None) -> torch.Tensor:
         """The tensor as stored (packed rows uint8 in format fp8): a view of the private memory map."""
         spec = PartSpec(part=part, layer=layer, shape=())
-        if spec.by_rank and self.rank is None:
-            raise ValueError("a lease without a rank has no Local contributions")
-        name = file_of(spec, 0 if self.rank is None else self.rank)
-        return self._file(name, nothing_between).tensor(tensor_name(spec))
+        return self._file(self._path_of(part, layer), nothing_between).tensor(tensor_name(spec))
+
+    def check(self, part: Part, layer: int | None, between: Callable[[], None] = nothing_between) -> None:
+        """Verify the file that holds a tensor now, as `verify` does for all; later reads of it find it checked."""
+        self._file(self._path_of(part, layer), between)
+
+    def shape(self, part: Part, layer: int | None) -> tuple[int, ...]:
+        """Shape of the decoded tensor."""
+        stored = self.raw(part, layer)
+        codec = self._codec(part)
+        return (*stored.shape[:-1], codec.width) if codec.packed else tuple(stored.shape)
 
     def tensor(self, part: Part, layer: int | None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The whole tensor, decoded to `dtype`; left out: the dtype it is stored in, bf16 for packed rows.
@@ -176,17 +183,26 @@ class Lease:
     ) -> None:
         self.close()
 
-    def _decode(self, part: Part, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    def _path_of(self, part: Part, layer: int | None) -> str:
+        spec = PartSpec(part=part, layer=layer, shape=())
+        if spec.by_rank and self.rank is None:
+            raise ValueError("a lease without a rank has no Local contributions")
+        return file_of(spec, 0 if self.rank is None else self.rank)
+
+    def _codec(self, part: Part) -> TensorCodec:
         certificate = self.certificate
         widths = {Part.INDEX_KEYS: certificate.index_dim, Part.LOCAL: certificate.local_width}
-        codec = TensorCodec(
+        return TensorCodec(
             part=part,
             format=certificate.artifact_format,
             width=widths.get(part, certificate.head_dim),
             rope_dim=certificate.rope_dim,
         )
+
+    def _decode(self, part: Part, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        codec = self._codec(part)
         if dtype is None:
-            dtype = certificate.artifact_format.dtype if codec.packed else codec.stored_dtype
+            dtype = self.certificate.artifact_format.dtype if codec.packed else codec.stored_dtype
         return codec.decode(stored, dtype)
 
     def _file(self, path: str, between: Callable[[], None]) -> TensorFile:

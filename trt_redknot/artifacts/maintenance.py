@@ -65,6 +65,11 @@ class Maintenance:
                     return self._folder.set_aside(found, reason)
         return None
 
+    def set_aside(self, artifact_id: str) -> list[Path]:
+        """Folders in quarantine of one artifact; each holds a generation and a reason."""
+        with _as_store_error(self._folder.root):
+            return list(self._folder.quarantined(artifact_id))
+
     def rm(self, artifact_id: str, *, generation: int | None = None) -> list[Published]:
         """Remove an artifact, or one generation of it.
 

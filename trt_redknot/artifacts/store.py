@@ -83,8 +83,12 @@ class ArtifactStore(Maintenance):
         return self._folder.events
 
     def artifact_id(self, tokens: Sequence[int] | NDArray[np.int64], identity: ArtifactIdentity) -> str:
-        """The id that the artifact of these tokens has in this namespace, built or not."""
-        return artifact_id_of(self.namespace, digest_tokens(np.asarray(tokens, dtype=np.int64)), identity)
+        """The id that the artifact of these tokens has in this namespace, built or not. RequestError: not token ids."""
+        try:
+            ids = np.asarray(tokens, dtype=np.int64)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RequestError("a document is not a list of token ids", found=error) from error
+        return artifact_id_of(self.namespace, digest_tokens(ids), identity)
 
     def find(self, artifact_id: str, *, identity: ArtifactIdentity, tp: TpGeometry) -> Certificate | None:
         """The newest generation's certificate where it fits this engine and all files have their size, else None."""

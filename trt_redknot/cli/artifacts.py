@@ -1,11 +1,11 @@
-"""`artifacts build|ls|inspect|verify|gc|rm|pin|unpin|stat`: what people do to an artifact store."""
+"""`artifacts build|ls|inspect|verify|gc|rm|pin|unpin|stat|explain|quota|adopt`: what people do to a store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import click
@@ -14,37 +14,35 @@ from rich.table import Table
 from trt_redknot.artifacts.records import Listed, Verdict
 from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.cli.artifacts_build import build
+from trt_redknot.cli.artifacts_explain import explain_command
+from trt_redknot.cli.artifacts_owner import adopt, quota
 from trt_redknot.cli.output import Output
+from trt_redknot.cli.store_options import store_options
+from trt_redknot.launch import world_communicator
+from trt_redknot.observability.logs import json_log
 
 _UNSOUND = 1
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @click.group()
-def artifacts() -> None:
+@click.option(
+    "--log", "log_file", type=click.Path(), help="Append what happens to this file as JSON lines; - is standard error."
+)
+@click.option("--verbose", is_flag=True, help="Log every lookup as well.")
+@click.pass_context
+def artifacts(context: click.Context, log_file: str | None, verbose: bool) -> None:
     """Build the artifacts of a store and look after them."""
+    if log_file is not None:
+        world = world_communicator()
+        rank = 0 if world is None else world.Get_rank()
+        context.with_resource(json_log(log_file, rank=rank, level=logging.DEBUG if verbose else logging.INFO))
 
 
 artifacts.add_command(build)
-
-
-def store_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options every command of this group has; hands the command an :class:`ArtifactStore` as `store`."""
-
-    def opened(store: Path, namespace: str, **others: Any) -> None:
-        found = ArtifactStore(store, namespace=namespace)
-        found.require()
-        command(store=found, **others)
-
-    opened.__name__, opened.__doc__ = command.__name__, command.__doc__
-    opened.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print JSON for machines."),
-        click.option("--namespace", default="default", show_default=True, help="Tenant of the store."),
-        click.option("--store", type=click.Path(path_type=Path), required=True, help="Folder of the artifact store."),
-    ):
-        opened = option(opened)
-    return opened
+artifacts.add_command(explain_command)
+artifacts.add_command(quota)
+artifacts.add_command(adopt)
 
 
 _ID = click.argument("artifact_id", metavar="ARTIFACT_ID")
@@ -179,6 +177,8 @@ def stat(store: ArtifactStore, as_json: bool) -> None:
     table = Table("", "", title=f"{status.root}, namespace {status.namespace}", show_header=False)
     for name in ("artifacts", "generations", "quarantined"):
         table.add_row(name, str(getattr(status, name)))
+    quota = "none" if status.capacity_bytes is None else human_bytes(status.capacity_bytes)
+    table.add_row("quota", quota)
     for name in ("bytes", "pinned_bytes", "reserved_bytes", "disk_free_bytes"):
         value = getattr(status, name)
         table.add_row(name.replace("_", " "), "?" if value is None else human_bytes(value))

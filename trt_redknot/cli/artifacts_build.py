@@ -11,8 +11,9 @@ from rich.table import Table
 
 from trt_redknot.artifacts.identity import TpGeometry
 from trt_redknot.artifacts.store import ArtifactStore
-from trt_redknot.cli.documents import find_documents, read_document
+from trt_redknot.cli.documents import DocumentFile, find_documents, read_document
 from trt_redknot.cli.output import Output
+from trt_redknot.cli.store_options import METRICS_OPTION, watched_store
 from trt_redknot.engine.engine import Engine
 from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.errors import RequestError
@@ -35,18 +36,40 @@ store already is skipped, so an interrupted run is continued by running it again
 @click.option("--capacity", type=click.IntRange(1), help="Quota of the namespace in bytes. Left out: the disk's.")
 @click.option("--rebuild", is_flag=True, help="Make a new generation even where the artifact exists.")
 @click.option("--list", "list_file", type=click.Path(path_type=Path), help="Write {file name: artifact id} here.")
+@METRICS_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 def build(
     paths: tuple[Path, ...], engine_dir: Path, store_dir: Path, namespace: str, capacity: int | None, rebuild: bool,
-    list_file: Path | None, as_json: bool,
+    list_file: Path | None, metrics_file: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compute documents once and keep what their layers produced."""
     engine = Engine.open(engine_dir, world_communicator())
     out = Output(engine.collectives.rank)
-    store = ArtifactStore(store_dir, capacity_bytes=capacity, namespace=namespace)
     files = find_documents(paths)
     tokenizer = EngineTokenizer(engine_dir) if any(path.suffix != ".json" for path in files) else None
     documents = [read_document(path, tokenizer.encode if tokenizer else _no_text) for path in files]
+    # All of them before the first is built: a long run does not end at a document that could never do.
+    for document in documents:
+        engine.check_document(document.tokens, str(document.path))
+    with watched_store(store_dir, namespace, metrics_file, capacity=capacity, rank=engine.collectives.rank) as store:
+        rows = _build_all(engine, store, documents, rebuild, out)
+    if list_file is not None and engine.collectives.rank == 0:
+        _write_list(list_file, {Path(str(row["document"])).name: row["artifact_id"] for row in rows})
+    if as_json:
+        out.json(rows)
+        return
+    table = Table(title=f"{len(rows)} documents in {store_dir}, namespace {namespace}")
+    for column in ("document", "artifact_id", "tokens", "state", "seconds"):
+        table.add_column(column.replace("_", " "), justify="right" if column in ("tokens", "seconds") else "left")
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    out.show(table)
+
+
+def _build_all(
+    engine: Engine, store: ArtifactStore, documents: list[DocumentFile], rebuild: bool, out: Output
+) -> list[dict[str, object]]:
+    """One row a document. What was published stays whatever becomes of the later ones."""
     tp = TpGeometry.even(engine.geometry, engine.collectives.size)
     rows: list[dict[str, object]] = []
     with out.progress("building artifacts", sum(len(document.tokens) for document in documents)) as advance:
@@ -64,17 +87,7 @@ def build(
                 }
             )
             advance(len(document.tokens))
-    if list_file is not None and engine.collectives.rank == 0:
-        _write_list(list_file, {Path(str(row["document"])).name: row["artifact_id"] for row in rows})
-    if as_json:
-        out.json(rows)
-        return
-    table = Table(title=f"{len(rows)} documents in {store_dir}, namespace {namespace}")
-    for column in ("document", "artifact_id", "tokens", "state", "seconds"):
-        table.add_column(column.replace("_", " "), justify="right" if column in ("tokens", "seconds") else "left")
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    out.show(table)
+    return rows
 
 
 def _no_text(text: str) -> list[int]:

@@ -62,7 +62,10 @@ def run_checks(store: Path | None = None) -> list[Check]:
     here = check_folder("working folder", Path.cwd())
     checks = [check_python(), *check_packages(), check_mpirun(), check_threads(), here]
     if store is not None:
-        checks.append(check_folder("store", store))
+        # Imported only when asked for: the store waits for torch.
+        from trt_redknot.cli.checks_store import check_store
+
+        checks += [check_folder("store", store), *check_store(store)]
     return [*checks, check_nvcc(), check_gpu(), check_tensorrt(), check_plugins()]
 
 

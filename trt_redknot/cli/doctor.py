@@ -26,7 +26,9 @@ several ranks or development need.
 """,
 )
 @click.option(
-    "--store", type=click.Path(path_type=Path), help="Artifact store whose folder and free space are checked as well."
+    "--store",
+    type=click.Path(path_type=Path),
+    help="Artifact store whose folder, locks and content are checked as well.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 def doctor(store: Path | None, as_json: bool) -> None:

@@ -36,6 +36,7 @@ from trt_redknot.engine.manifest import (
 from trt_redknot.errors import EngineError, RedKnotError
 from trt_redknot.model.weights import split_heads
 from trt_redknot.partition import even_split
+from trt_redknot.version import VERSION
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _VERSIONED = ("torch", "safetensors", "numpy")
@@ -205,7 +206,7 @@ def _manifest(
         tp_size=tp_size,
         max_length=options.max_length or geometry.max_positions,
         chunk_rows=options.chunk_rows,
-        versions={name: importlib.metadata.version(name) for name in (*_VERSIONED, "trt-redknot")},
+        versions={name: importlib.metadata.version(name) for name in _VERSIONED} | {"trt-redknot": VERSION},
         gpu=None,
         plugin_build=None,
         ranks=tuple(ranks),

@@ -101,11 +101,10 @@ class Documents:
         return list(torch.cat(parts).split(widths, dim=1))
 
     def _idle_boundaries(self, rows: RowSet) -> list[tuple[Segment, ArtifactReader, NDArray[np.int64]]]:
-        running = set(rows.positions.tolist())
         found = []
         for segment, reader in self._documents:
-            last = range(max(0, segment.length - self._geometry.csa_ratio), segment.length)
-            idle = np.array([row for row in last if segment.start + row not in running], dtype=np.int64)
+            last = np.arange(max(0, segment.length - self._geometry.csa_ratio), segment.length)
+            idle = last[~np.isin(segment.start + last, rows.positions)]
             if idle.size:
                 found.append((segment, reader, idle))
         return found

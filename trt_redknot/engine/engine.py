@@ -28,7 +28,7 @@ from trt_redknot.engine.walk import LayerWalk
 from trt_redknot.errors import EngineError, RedKnotError, RequestError
 from trt_redknot.model.layers import Weights
 from trt_redknot.partition import even_split
-from trt_redknot.request.layout import check_length, check_request, lay_out
+from trt_redknot.request.layout import check_length, check_request, check_token_ids, lay_out
 from trt_redknot.request.request import Artifact, Request
 
 if TYPE_CHECKING:
@@ -119,10 +119,7 @@ class Engine:
             RequestError: empty, a token outside the vocabulary, or longer than the engine's limit.
             StoreError: the store cannot be written or has no room; nothing is visible then.
         """
-        if len(token_ids) > self.manifest.max_length:
-            raise RequestError(
-                "the document is too long", expected=f"at most {self.manifest.max_length} tokens", found=len(token_ids)
-            )
+        self._check_document_length(len(token_ids), "the document")
         with store.begin(
             token_ids, identity=self.identity, geometry=self.geometry, profile=self.manifest.profile,
             collectives=self.collectives, rebuild=rebuild,
@@ -131,6 +128,24 @@ class Engine:
                 self._ropes.grow(len(token_ids))
                 Producer(self._context, build, np.asarray(token_ids, dtype=np.int64)).run()
             return build.publish()
+
+    def check_document(self, token_ids: Sequence[int], what: str = "the document") -> None:
+        """Raise RequestError where `build_artifact` would refuse `token_ids`. Local: no rank waits for another.
+
+        Args:
+            what: how the error names the document.
+        """
+        if len(check_token_ids(token_ids, self.geometry.vocab, what)) == 0:
+            raise RequestError(f"{what} is empty", expected="at least one token")
+        self._check_document_length(len(token_ids), what)
+
+    def _check_document_length(self, length: int, what: str) -> None:
+        limit = self.manifest.max_length
+        if length > limit:
+            raise RequestError(
+                f"{what} is too long", expected=f"at most {limit} tokens", found=length,
+                remedy="Split it, or build the engine with a larger --max-length.",
+            )  # fmt: skip
 
     @overload
     def generate(self, request: Request, *, store: ArtifactStore | None = None) -> Response: ...

@@ -96,7 +96,7 @@ def redistribute(
     Returns the new own rows [own of new, ...] and which of them came from the old set; the others are left as zeros
     for the caller to fill.
     """
-    if np.array_equal(old.positions, new.positions):
+    if np.array_equal(old.positions, new.positions) and np.array_equal(old.owners, new.owners):
         return own, np.ones(len(old.own_rows), dtype=bool)
     length = int(max(old.positions.max(initial=-1), new.positions.max(initial=-1))) + 1
     new_owner = np.full(length, -1, dtype=np.int64)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry, RouterKind
 from trt_redknot.model.spec import LayerSpec
-from trt_redknot.ops.interface import Ops, Tensor
+from trt_redknot.ops.interface import Ops, RowCount, Tensor
 from trt_redknot.ops.tables import AttentionTable, CompressTable
 
 Weights = Mapping[str, Tensor]
@@ -82,7 +82,7 @@ def compress(
 def index_query(ops: Ops, spec: LayerSpec, weights: Weights, query_latent: Tensor) -> Tensor:
     """Indexer queries of own rows, not yet rotated: [R, index heads, I]."""
     g = spec.geometry
-    return ops.linear(query_latent, weights["indexer.q_b"]).reshape(-1, g.index_heads, g.index_dim)
+    return ops.split_heads(ops.linear(query_latent, weights["indexer.q_b"]), dim=g.index_dim)
 
 
 def select_entries(
@@ -106,7 +106,7 @@ def attend(
     spec: LayerSpec,
     weights: Weights,
     query_latent: Tensor,
-    full_rows: int,
+    full_rows: RowCount,
     table: AttentionTable,
     latents: Tensor,
     entries: Tensor | None,
@@ -122,9 +122,9 @@ def attend(
     `tap` is shown the online Local contribution [full_rows, G * C] (the artifact producer keeps it).
     """
     g = spec.geometry
-    q_global = ops.linear(query_latent, weights["attn.q_b_global"]).reshape(query_latent.shape[0], -1, g.head_dim)
-    q_local = ops.linear(query_latent[:full_rows], weights["attn.q_b_local"])
-    q_local = q_local.reshape(full_rows, weights["attn.sinks_local"].shape[0], g.head_dim)
+    q_global = ops.split_heads(ops.linear(query_latent, weights["attn.q_b_global"]), dim=g.head_dim)
+    full_latent = ops.first_rows(query_latent, full_rows)
+    q_local = ops.split_heads(ops.linear(full_latent, weights["attn.q_b_local"]), dim=g.head_dim)
     out_global, out_local = ops.seg_latent_attention(
         ops.query_norm(q_global, eps=g.norm_eps), ops.query_norm(q_local, eps=g.norm_eps), table, latents, entries,
         selected, weights["attn.sinks_global"], weights["attn.sinks_local"], rope, window=g.window,

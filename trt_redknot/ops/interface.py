@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from trt_redknot.ops.tables import AttentionTable, CompressTable
 
 Tensor = Any
+# A number of rows: an int for `torch`, a size of the network for `tensorrt`.
+RowCount = Any
 
 
 class Ops(Protocol):
@@ -23,6 +25,12 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T, no bias."""
+
+    def split_heads(self, x: Tensor, *, dim: int) -> Tensor:
+        """The channels of every head: [R, H * dim] -> [R, H, dim]."""
+
+    def first_rows(self, x: Tensor, count: RowCount) -> Tensor:
+        """The first `count` rows."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         """RMS norm over the last axis, in fp32, rounded once."""

@@ -14,6 +14,8 @@ from trt_redknot.errors import RequestError
 from trt_redknot.request.request import Artifact, Request, Tokens
 from trt_redknot.request.segments import Segment, SegmentKind
 
+_SEEDS = 2**63
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLayout:
@@ -94,6 +96,8 @@ def check_request(request: Request, geometry: ModelGeometry) -> None:
         raise RequestError("top_p is out of range", expected="more than 0, at most 1", found=sampling.top_p)
     if sampling.top_k is not None and sampling.top_k < 1:
         raise RequestError("top_k is out of range", expected="1 or more", found=sampling.top_k)
+    if not isinstance(sampling.seed, int) or not 0 <= sampling.seed < _SEEDS:
+        raise RequestError("the sampling seed is out of range", expected=f"0 .. {_SEEDS - 1}", found=sampling.seed)
     if request.stop_tokens is not None:
         check_token_ids(list(request.stop_tokens), geometry.vocab, "stop_tokens")
 

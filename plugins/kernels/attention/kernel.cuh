@@ -1,14 +1,15 @@
 #pragma once
 
 // One block, W warps, one unit of up to 8 N columns (a column is a head of a row). Keys are the M dimension of every
-// matrix product and columns the N dimension, so 8 columns waste nothing. Warp w owns channels [512 w / W, 512 (w + 1) / W):
-// it keeps its slice of q in registers, computes its part of every score, and accumulates its slice of the output.
-// The parts of the scores meet in shared memory. With N < W every warp turns all of them into probabilities, which costs
-// some arithmetic and saves a barrier; with N = W warp w does so for columns 8 w .. 8 w + 7 and all warps read them back.
+// matrix product and columns the N dimension, so 8 columns waste nothing. Warp w owns channels [512 w / W, 512 (w + 1)
+// / W): it keeps its slice of q in registers, computes its part of every score, and accumulates its slice of the
+// output. One tile of columns needs one warp, which exchanges nothing. With more, the parts of the scores meet in
+// shared memory. With N < W every warp turns all of them into probabilities, which costs some arithmetic and saves a
+// barrier; with N = W warp w does so for columns 8 w .. 8 w + 7 and all warps read them back.
 //
 // Fragments of mma.m16n8k16: g = lane / 4, t = lane % 4. Score fragments hold keys g, g + 8 and columns 2t, 2t + 1.
-// Packed latents are multiplied as they are: e4m3 codes become fp16 exactly, block scales multiply 64-channel parts of the
-// scores, and the probabilities (relative to a running largest scale of each block, so that fp16 never overflows).
+// Packed latents are multiplied as they are: e4m3 codes become fp16 exactly, block scales multiply 64-channel parts of
+// the scores, and the probabilities (relative to a running largest scale of each block, so that fp16 never overflows).
 
 #include "common/check.h"
 #include "common/ptx.cuh"
@@ -27,45 +28,52 @@ inline constexpr int kScaleSlack = 3;
 template <int kTiles_, bool kPacked_>
 struct Traits {
   static constexpr int kTiles = kTiles_;  // tiles of 8 columns
-  static constexpr int kWarps = kTiles == 1 ? 2 : 4;
+  static constexpr int kWarps = kTiles == 1 ? 1 : 4;
   static constexpr bool kPacked = kPacked_;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kColumns = 8 * kTiles;
-  static constexpr bool kSplit = kTiles == kWarps;           // each warp owns the softmax of one tile
-  static constexpr int kOwned = kSplit ? 1 : kTiles;         // tiles whose softmax a warp computes
-  static constexpr int kBlocksPerSm = kTiles == 1 ? (kPacked ? 5 : 3) : kTiles == 2 ? 3 : 2;
-  static constexpr int kParts = kPacked && kTiles == 4 ? 2 : 1;  // 16-key parts of a tile of keys
+  static constexpr bool kSplit = kTiles > 1 && kTiles == kWarps;  // each warp owns the softmax of one tile
+  static constexpr int kOwned = kSplit ? 1 : kTiles;              // tiles whose softmax a warp computes
+  static constexpr int kBlocksPerSm = kTiles == 1 ? 8 : kTiles == 2 ? 3 : 2;
+  static constexpr int kParts = kTiles == 1 || (!kPacked && kTiles == 2) ? 1 : 2;  // 16-key parts of a tile of keys
   static constexpr int kKeys = 16 * kParts;
-  static constexpr int kStages = 3;  // the tile that is summed, the one that is scored, the one that is copied
+  static constexpr int kStages = kPacked && kTiles == 4 ? 3 : 2;
   static constexpr int kChunks = kBlocks / kWarps;  // 64-channel blocks of a warp
   static constexpr int kRowBytes = kPacked ? kPackedLatentBytes : 2 * kHeadDim;
   static constexpr int kStride = kPacked ? 592 : 1040;  // odd multiples of 16: ldmatrix without bank conflicts
   static constexpr int kLaneScales = kChunks > 1 ? kChunks / 2 : 1;
-  static_assert(kTiles < kWarps || kSplit);
+  static_assert(kTiles <= kWarps);
+  static constexpr bool kAlone = kWarps == 1;  // no other warp to exchange scores with
+  static constexpr int kUnitRows = kColumns < kMaxUnitRows ? kColumns : kMaxUnitRows;
 };
 
 template <typename T>
 struct Shared {
   alignas(16) uint8_t tiles[T::kStages][T::kKeys * T::kStride];
   float4 rope_sum[T::kTiles][4][32];  // rope channels summed over finished segments, in the rows' common frame
-  float4 partial[2][T::kTiles][T::kParts][T::kWarps][32];
+  float4 partial[T::kAlone ? 1 : T::kTiles][T::kParts][T::kWarps][T::kAlone ? 1 : 32];
   uint4 probabilities[T::kSplit ? T::kTiles : 1][T::kParts][T::kSplit ? 32 : 1];
   __half scales[T::kWarps][T::kPacked ? T::kChunks * T::kKeys : 8];
   float2 alpha[T::kSplit ? T::kTiles : 1][4];
   float2 peak[T::kSplit ? T::kTiles : 1][4];
-  RunTable table;
-  int32_t row_position[kMaxUnitRows], row_visible[kMaxUnitRows];
-  int32_t row_first[kMaxUnitRows], row_last[kMaxUnitRows];  // segments
-  Group group;  // rows that share the keys being read
-  int32_t list[kMaxSelected];
+  RunTable<T::kWarps, T::kUnitRows> table;
+  int32_t row_position[T::kUnitRows], row_visible[T::kUnitRows];
+  int32_t row_first[T::kUnitRows], row_last[T::kUnitRows];  // segments
+  Group group;                                              // rows that share the keys being read
+  int32_t list[1];                                          // of as many places as entries are selected
 };
 
 template <typename T>
 class Worker {
  public:
   __device__ Worker(Launch const& launch, Shared<T>& shared)
-      : op_(launch.op), shared_(shared), unit_(unit_of(launch, blockIdx.x)), lane_(threadIdx.x % 32),
-        warp_(threadIdx.x / 32), g_(lane_ / 4), t_(lane_ % 4) {}
+      : op_(launch.op),
+        shared_(shared),
+        unit_(unit_of(launch, blockIdx.x)),
+        lane_(threadIdx.x % 32),
+        warp_(threadIdx.x / 32),
+        g_(lane_ / 4),
+        t_(lane_ % 4) {}
 
   __device__ __forceinline__ void run() {
     load_rows();
@@ -75,7 +83,7 @@ class Worker {
     for (;;) {
       walk();
       int const next = shared_.table.next_segment, last = shared_.group.last_segment, end = shared_.group.end;
-      __syncthreads();
+      sync_block<kW>();
       if (next < last) {
         build(next);
       } else if (end < unit_.rows) {
@@ -97,12 +105,6 @@ class Worker {
   static constexpr int kTogether = kN == 1 ? T::kParts : 1;  // 16-key parts scored side by side
   static constexpr int kChains = kN == 1 ? 2 : 1;
 
-  // A tile: a run, and the place of its first key in it.
-  struct Cursor {
-    int run;
-    int offset;
-  };
-
   SegLatentAttentionParams const& op_;
   Shared<T>& shared_;
   Unit const unit_;
@@ -110,12 +112,12 @@ class Worker {
 
   uint32_t q_[kC][4][kN][2];
   float o_[kC][4][kN][4];
-  float peak_[kO][2], sum_[kO][2];                // log2 units; sums of this thread's keys
-  float rope_peak_[kN][2];                        // what rope_sum is relative to
-  int largest_[T::kLaneScales];                   // biased exponents, of the chunks this lane looks after
-  int query_frame_ = 0, sum_frame_ = 0;           // origins of the segments that q and the output's rope channels are in
-  bool scored_ = false, summed_ = false;          // whether there is such a segment yet
-  int least_ = 0, most_ = 0;                      // first keys of tiles that need no mask
+  float peak_[kO][2], sum_[kO][2];  // log2 units; sums of this thread's keys
+  float rope_peak_[kN][2];          // what rope_sum is relative to
+  int largest_[T::kLaneScales];     // biased exponents, of the chunks this lane looks after
+  int frame_ = 0;                   // origin of the segment the rope channels are in
+  bool in_segment_ = false;
+  int least_ = 0, most_ = 0;  // first keys of tiles that need no mask
 
   __device__ __forceinline__ bool rope_warp() const { return warp_ == kW - 1; }
   __device__ __forceinline__ bool is_rope(int chunk) const { return chunk == kC - 1 && rope_warp(); }
@@ -141,25 +143,24 @@ class Worker {
                                    : local + (at * op_.local_heads + head - op_.global_heads) * kHeadDim;
   }
   // cos, sin of a column's row in the segment's frame. Rows before the segment see none of it: clamped to stay inside.
-  __device__ __forceinline__ float2 const* rope_of(int column, int origin) const {
+  __device__ __forceinline__ float2 const* rope_of(int column) const {
     int const row = max(row_of(column), 0);
-    int64_t const frame = int64_t{shared_.row_position[row]} - origin;
+    int64_t const frame = int64_t{shared_.row_position[row]} - frame_;
     return reinterpret_cast<float2 const*>(op_.rope) +
            max(int64_t{0}, min(frame, op_.rope_positions - 1)) * (kRopeDim / 2);
   }
 
   __device__ __forceinline__ void build(int next) {
-    build_runs<T::kWarps>(shared_.table, shared_.list, op_, shared_.group, unit_.row, next, warp_, lane_);
+    build_runs(shared_.table, shared_.list, op_, shared_.group, unit_.row, next, warp_, lane_);
   }
   __device__ __forceinline__ void load_rows();
   __device__ __forceinline__ void load_queries();
   __device__ __forceinline__ void enter(int begin);
   __device__ __forceinline__ void walk();
-  __device__ __forceinline__ void load(Cursor& cursor, int stage);
+  __device__ __forceinline__ void load(int& run, int& offset, int stage);
   __device__ __forceinline__ void rotate_queries();
   __device__ __forceinline__ void fold();
-  __device__ __forceinline__ void score_tile(Run const& run, uint8_t const* tile, int parity);
-  __device__ __forceinline__ void sum_tile(Run const& run, int offset, uint32_t tile, int parity);
+  __device__ __forceinline__ void attend(Run const& run, int offset, uint32_t tile);
   __device__ __forceinline__ void score(uint32_t tile, float (&s)[kTogether][kN][4]) const;
   __device__ __forceinline__ void bound(Run const& run);
   __device__ __forceinline__ void mask(Run const& run, int offset, float (&s)[kO][T::kParts][4]) const;
@@ -179,7 +180,7 @@ __device__ __forceinline__ void Worker<T>::load_rows() {
     shared_.row_first[lane_] = static_cast<int>(max(int64_t{0}, __ldg(op_.row_segments + 2 * row)));
     shared_.row_last[lane_] = static_cast<int>(min(int64_t{op_.segment_count}, __ldg(op_.row_segments + 2 * row + 1)));
   }
-  __syncthreads();
+  sync_block<kW>();
 }
 
 // This warp's slice of q, and everything that sums up from nothing.
@@ -252,18 +253,19 @@ __device__ __forceinline__ void Worker<T>::enter(int begin) {
     build_windows(shared_.table, group, position, op_.window, lane_);
     if (lane_ == 0) shared_.group = group;
   }
-  __syncthreads();
+  sync_block<kW>();
 }
 
-// Issues the copies of the next tile, if there is one, and commits them as one group either way. Eight lanes copy a key.
+// Issues the copies of the next tile, if there is one, and commits them as one group either way. Eight lanes copy a
+// key.
 template <typename T>
-__device__ __forceinline__ void Worker<T>::load(Cursor& cursor, int stage) {
-  if (cursor.run < shared_.table.run_count) {
-    Run const& run = shared_.table.runs[cursor.run];
+__device__ __forceinline__ void Worker<T>::load(int& run_index, int& offset, int stage) {
+  if (run_index < shared_.table.run_count) {
+    Run const& run = shared_.table.runs[run_index];
     int const last = run.count - 1, row0 = run.row0;
     bool const selected = run.source == Source::kSelected;
     auto const* pool = static_cast<uint8_t const*>(run.source == Source::kWindow ? op_.latents : op_.entries);
-    constexpr int kBytes = T::kPacked ? 8 : 16;                           // of one copy
+    constexpr int kBytes = T::kPacked ? 8 : 16;  // of one copy
     constexpr int kCopies = (T::kRowBytes + 8 * kBytes - 1) / (8 * kBytes);
     constexpr int kOwn = T::kKeys / kW / 4;
     static_assert(T::kKeys % (4 * kW) == 0);
@@ -271,12 +273,12 @@ __device__ __forceinline__ void Worker<T>::load(Cursor& cursor, int stage) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       // Places past the end repeat the last key: what is masked is still a latent, never stale shared memory.
-      int const place = row0 + min(cursor.offset + (warp_ * kOwn + i) * 4 + lane_ / 8, last);
+      int const place = row0 + min(offset + (warp_ * kOwn + i) * 4 + lane_ / 8, last);
       int const row = selected ? shared_.list[place] : place;
       from[i] = pool + int64_t{row} * T::kRowBytes + lane_ % 8 * kBytes;
     }
-    uint32_t const to = ptx::shared_address(shared_.tiles[stage]) + (warp_ * kOwn * 4 + lane_ / 8) * T::kStride +
-                        lane_ % 8 * kBytes;
+    uint32_t const to =
+        ptx::shared_address(shared_.tiles[stage]) + (warp_ * kOwn * 4 + lane_ / 8) * T::kStride + lane_ % 8 * kBytes;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
@@ -290,41 +292,40 @@ __device__ __forceinline__ void Worker<T>::load(Cursor& cursor, int stage) {
         }
       }
     }
-    cursor.offset += T::kKeys;
-    if (cursor.offset > last) cursor = {cursor.run + 1, 0};
+    offset += T::kKeys;
+    if (offset > last) {
+      offset = 0;
+      ++run_index;
+    }
   }
   ptx::copy_commit();
 }
 
-// Walks the table's runs tile by tile. Each round scores the tile after the one whose probabilities it sums: the two do not
-// depend on each other, so the waits of one are filled by the other, and one barrier a tile is enough.
 template <typename T>
 __device__ __forceinline__ void Worker<T>::walk() {
-  int const runs = shared_.table.run_count;
-  if (runs == 0) return;
-  Cursor ahead{0, 0}, next{0, 0};
-  load(ahead, 0);
-  load(ahead, 1);
-  ptx::copy_wait<1>();
-  __syncthreads();
-  score_tile(shared_.table.runs[0], shared_.tiles[0], 0);
+  int ahead_run = 0, ahead_offset = 0;
+#pragma unroll
+  for (int stage = 0; stage < T::kStages - 1; ++stage) load(ahead_run, ahead_offset, stage);
   int stage = 0;
-  for (int parity = 0;; parity ^= 1) {
-    Cursor const now = next;
-    Run const& run = shared_.table.runs[now.run];
-    next.offset += T::kKeys;
-    if (next.offset >= run.count) next = {now.run + 1, 0};
-    int const after = stage == T::kStages - 1 ? 0 : stage + 1, free = after == T::kStages - 1 ? 0 : after + 1;
-    ptx::copy_wait<0>();
-    __syncthreads();
-    load(ahead, free);
-    bool const more = next.run < runs;
-    if (more) score_tile(shared_.table.runs[next.run], shared_.tiles[after], parity ^ 1);
-    if (now.offset == 0) bound(run);
-    sum_tile(run, now.offset, ptx::shared_address(shared_.tiles[stage]), parity);
-    if (!more) break;
-    stage = after;
+  int const runs = shared_.table.run_count;
+  for (int index = 0; index < runs; ++index) {
+    Run const run = shared_.table.runs[index];
+    if (!in_segment_ || run.segment_start != frame_) {
+      fold();
+      frame_ = run.segment_start;
+      in_segment_ = true;
+      rotate_queries();
+    }
+    bound(run);
+    for (int offset = 0; offset < run.count; offset += T::kKeys) {
+      ptx::copy_wait<T::kStages - 2>();
+      sync_block<kW>();
+      load(ahead_run, ahead_offset, stage == 0 ? T::kStages - 1 : stage - 1);
+      attend(run, offset, ptx::shared_address(shared_.tiles[stage]));
+      stage = stage == T::kStages - 1 ? 0 : stage + 1;
+    }
   }
+  ptx::copy_wait<0>();
 }
 
 // The rope channels of q, turned by the row's position in the segment's frame.
@@ -335,7 +336,7 @@ __device__ __forceinline__ void Worker<T>::rotate_queries() {
   for (int n = 0; n < kN; ++n) {
     auto const* q = column_pointer(8 * n + g_, static_cast<__nv_bfloat16 const*>(op_.q_global),
                                    static_cast<__nv_bfloat16 const*>(op_.q_local));
-    float2 const* turn = rope_of(8 * n + g_, query_frame_);
+    float2 const* turn = rope_of(8 * n + g_);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -356,11 +357,11 @@ __device__ __forceinline__ void Worker<T>::rotate_queries() {
 // Turns the rope channels of the segment's partial output back and adds them to rope_sum.
 template <typename T>
 __device__ __forceinline__ void Worker<T>::fold() {
-  if (!rope_warp() || !summed_) return;
+  if (!rope_warp() || !in_segment_) return;
   bool const odd = g_ & 1;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    float2 const* turn[2] = {rope_of(8 * n + 2 * t_, sum_frame_), rope_of(8 * n + 2 * t_ + 1, sum_frame_)};
+    float2 const* turn[2] = {rope_of(8 * n + 2 * t_), rope_of(8 * n + 2 * t_ + 1)};
     float now[2], keep[2];
     if constexpr (!T::kSplit) {
       now[0] = peak_[n][0];
@@ -397,18 +398,24 @@ __device__ __forceinline__ void Worker<T>::fold() {
   }
 }
 
-// This warp's part of the scores of kTogether x 16 keys and all columns. The fragments of the next step are on their way
-// while those of this one are multiplied, and steps alternate between sums: each chain of products stays short.
+// This warp's part of the scores of kTogether x 16 keys and all columns. The fragments of the next step are on their
+// way while those of this one are multiplied, and steps alternate between sums: each chain of products stays short.
 template <typename T>
 __device__ __forceinline__ void Worker<T>::score(uint32_t tile, float (&s)[kTogether][kN][4]) const {
   uint32_t const base = tile + (lane_ % 16) * T::kStride + (lane_ / 16) * 16;
   uint32_t const scales = tile + g_ * T::kStride + kLatentScaleOffset + warp_ * kC;
-  uint32_t exponents[kTogether][2];
+  constexpr int kWordBytes = kC < 4 ? kC : 4;
+  uint32_t exponents[kTogether][2][kC / kWordBytes];
 #pragma unroll
   for (int p = 0; p < kTogether; ++p) {
     if constexpr (T::kPacked) {
-      exponents[p][0] = ptx::load_bytes<kC>(scales + p * 16 * T::kStride);
-      exponents[p][1] = ptx::load_bytes<kC>(scales + (p * 16 + 8) * T::kStride);
+#pragma unroll
+      for (int word = 0; word < kC / kWordBytes; ++word) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          exponents[p][half][word] = ptx::load_bytes<kWordBytes>(scales + (p * 16 + 8 * half) * T::kStride + 4 * word);
+        }
+      }
     }
 #pragma unroll
     for (int n = 0; n < kN; ++n) s[p][n][0] = s[p][n][1] = s[p][n][2] = s[p][n][3] = 0;
@@ -470,7 +477,8 @@ __device__ __forceinline__ void Worker<T>::score(uint32_t tile, float (&s)[kToge
       }
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) {
-        float const scale[2] = {ptx::power_of_two(exponents[p][0], c), ptx::power_of_two(exponents[p][1], c)};
+        float const scale[2] = {ptx::power_of_two(exponents[p][0][c / 4], c % 4),
+                                ptx::power_of_two(exponents[p][1][c / 4], c % 4)};
 #pragma unroll
         for (int chain = 0; chain < kChains; ++chain) {
 #pragma unroll
@@ -629,50 +637,50 @@ __device__ __forceinline__ void Worker<T>::accumulate(uint32_t tile, int part, u
   }
 }
 
-// This warp's part of the scores of a tile, to shared memory.
 template <typename T>
-__device__ __forceinline__ void Worker<T>::score_tile(Run const& run, uint8_t const* tile, int parity) {
-  if (!scored_ || run.segment_start != query_frame_) {
-    scored_ = true;
-    query_frame_ = run.segment_start;
-    rotate_queries();
-  }
+__device__ __forceinline__ void Worker<T>::attend(Run const& run, int offset, uint32_t tile) {
+  float s[kO][T::kParts][4];
 #pragma unroll
   for (int part = 0; part < T::kParts; part += kTogether) {
     float mine[kTogether][kN][4];
-    score(ptx::shared_address(tile) + part * 16 * T::kStride, mine);
+    score(tile + part * 16 * T::kStride, mine);
 #pragma unroll
     for (int p = 0; p < kTogether; ++p) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        shared_.partial[parity][n][part + p][warp_][lane_] = {mine[p][n][0], mine[p][n][1], mine[p][n][2], mine[p][n][3]};
+        if constexpr (T::kAlone) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[n][part + p][i] = mine[p][n][i];
+        } else {
+          shared_.partial[n][part + p][warp_][lane_] = {mine[p][n][0], mine[p][n][1], mine[p][n][2], mine[p][n][3]};
+        }
       }
     }
   }
-}
-
-// Scores of all warps to probabilities, and those times the latents to the output.
-template <typename T>
-__device__ __forceinline__ void Worker<T>::sum_tile(Run const& run, int offset, uint32_t tile, int parity) {
   if constexpr (T::kPacked) read_scales(tile);
+  if constexpr (!T::kAlone) __syncthreads();
   // log2(e) / sqrt(512): probabilities are powers of two from here on.
   constexpr float kScale = 1.4426950408889634f * 0.04419417382415922f;
-  float s[kO][T::kParts][4];
 #pragma unroll
   for (int o = 0; o < kO; ++o) {
 #pragma unroll
     for (int part = 0; part < T::kParts; ++part) {
-      float4 const(&parts)[kW][32] = shared_.partial[parity][owned(o)][part];
-      float4 total = parts[0][lane_];
+      if constexpr (T::kAlone) {
 #pragma unroll
-      for (int w = 1; w < kW; ++w) {
-        float4 const more = parts[w][lane_];
-        total = {total.x + more.x, total.y + more.y, total.z + more.z, total.w + more.w};
+        for (int i = 0; i < 4; ++i) s[o][part][i] *= kScale;
+      } else {
+        float4 const(&parts)[kW][32] = shared_.partial[owned(o)][part];
+        float4 total = parts[0][lane_];
+#pragma unroll
+        for (int w = 1; w < kW; ++w) {
+          float4 const more = parts[w][lane_];
+          total = {total.x + more.x, total.y + more.y, total.z + more.z, total.w + more.w};
+        }
+        s[o][part][0] = total.x * kScale;
+        s[o][part][1] = total.y * kScale;
+        s[o][part][2] = total.z * kScale;
+        s[o][part][3] = total.w * kScale;
       }
-      s[o][part][0] = total.x * kScale;
-      s[o][part][1] = total.y * kScale;
-      s[o][part][2] = total.z * kScale;
-      s[o][part][3] = total.w * kScale;
     }
   }
   mask(run, offset, s);
@@ -698,7 +706,7 @@ __device__ __forceinline__ void Worker<T>::sum_tile(Run const& run, int offset, 
     }
 #pragma unroll
     for (int part = 0; part < T::kParts; ++part) {
-      float(&p)[4] = s[o][part];
+      float (&p)[4] = s[o][part];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         p[i] = ptx::exp2_fast(p[i] - base[i & 1]);
@@ -758,11 +766,6 @@ __device__ __forceinline__ void Worker<T>::sum_tile(Run const& run, int offset, 
       }
     }
   }
-  if (!summed_ || run.segment_start != sum_frame_) {
-    fold();
-    summed_ = true;
-    sum_frame_ = run.segment_start;
-  }
 #pragma unroll
   for (int part = 0; part < T::kParts; ++part) accumulate(tile, part, p_f16[part], p_bf16[part]);
 }
@@ -789,7 +792,7 @@ __device__ __forceinline__ void Worker<T>::finish() {
   }
   if constexpr (T::kSplit) {
     if (g_ == 0) shared_.alpha[warp_][t_] = {factor[0][0], factor[0][1]};
-    __syncthreads();
+    sync_block<kW>();
   }
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
@@ -849,7 +852,8 @@ __device__ __forceinline__ void Worker<T>::finish() {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) attention_kernel(__grid_constant__ Launch const launch) {
+__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
+    attention_kernel(__grid_constant__ Launch const launch) {
   extern __shared__ __align__(16) uint8_t raw[];
   Worker<T>(launch, *reinterpret_cast<Shared<T>*>(raw)).run();
 }
@@ -858,9 +862,11 @@ template <int kTiles, bool kPacked>
 Status launch_attention(Launch const& launch, cudaStream_t stream) {
   using T = Traits<kTiles, kPacked>;
   constexpr int kBytes = static_cast<int>(sizeof(Shared<T>));
+  int const bytes = kBytes + 4 * (launch.op.selected != nullptr ? launch.op.top_k : 0);
   int64_t const units = int64_t{launch.full.units} + launch.tail.units;
-  REDKNOT_CUDA(cudaFuncSetAttribute(attention_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  attention_kernel<T><<<static_cast<unsigned>(units), T::kThreads, kBytes, stream>>>(launch);
+  REDKNOT_CUDA(cudaFuncSetAttribute(attention_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    kBytes + 4 * kMaxSelected));
+  attention_kernel<T><<<static_cast<unsigned>(units), T::kThreads, bytes, stream>>>(launch);
   REDKNOT_LAUNCHED();
   return Status::kSuccess;
 }

@@ -10,14 +10,24 @@ inline constexpr int kSegmentBatch = 32;
 inline constexpr int kMaxRuns = 64;
 static_assert(kMaxRuns >= 2 * kSegmentBatch && kMaxRuns > kMaxUnitRows);
 
+template <int kWarps>
+__device__ __forceinline__ void sync_block() {
+  if constexpr (kWarps == 1) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
 enum class Source : int32_t { kWindow, kEntries, kSelected };
 
-// Keys x0 .. x0 + count - 1: request positions (window), entries of the sequence (entries), or places in the list (selected).
+// Keys x0 .. x0 + count - 1: request positions (window), entries of the sequence (entries), or places in the list
+// (selected).
 struct Run {
   Source source;
   int32_t segment_start;  // request position of the frame's origin
   int32_t x0;
-  int32_t row0;           // pool row of key x0; selected: place in the list of it
+  int32_t row0;  // pool row of key x0; selected: place in the list of it
   int32_t count;
 };
 
@@ -26,13 +36,15 @@ struct Interval {
   int32_t high;
 };
 
+template <int kWarps, int kRows>
 struct RunTable {
   Run runs[kMaxRuns];
-  Interval windows[kMaxUnitRows];  // disjoint request positions that rows of the unit have in their windows
-  int32_t start[kSegmentBatch], stop[kSegmentBatch], latent[kSegmentBatch], entry[kSegmentBatch], entries[kSegmentBatch];
-  int32_t counts[4][kSegmentBatch];  // selected entries of each segment that each warp found
-  int32_t filled[kSegmentBatch];     // list places used up to and including this segment
-  int32_t sorted[kMaxUnitRows];
+  Interval windows[kRows];  // disjoint request positions that rows of the unit have in their windows
+  int32_t start[kSegmentBatch], stop[kSegmentBatch], latent[kSegmentBatch], entry[kSegmentBatch],
+      entries[kSegmentBatch];
+  int32_t counts[kWarps][kSegmentBatch];  // selected entries of each segment that each warp found
+  int32_t filled[kSegmentBatch];          // list places used up to and including this segment
+  int32_t sorted[kRows];
   int32_t window_count;
   int32_t run_count;
   int32_t next_segment;
@@ -51,7 +63,8 @@ __device__ __forceinline__ int narrow(int64_t value) {
 }
 
 // One warp: the union of the rows' windows as disjoint intervals, ascending. `position` is that of row `lane`.
-__device__ inline void build_windows(RunTable& table, Group const& group, int position, int window, int lane) {
+template <typename Table>
+__device__ inline void build_windows(Table& table, Group const& group, int position, int window, int lane) {
   bool const mine = lane >= group.begin && lane < group.end;
   int rank = 0;
   for (int other = group.begin; other < group.end; ++other) {
@@ -75,7 +88,8 @@ __device__ inline void build_windows(RunTable& table, Group const& group, int po
   __syncwarp();
 }
 
-__device__ __forceinline__ int segment_of(RunTable const& table, int segments, int row) {
+template <typename Table>
+__device__ __forceinline__ int segment_of(Table const& table, int segments, int row) {
   int low = 0, high = segments;  // the last segment whose first entry is not after `row`
   while (high - low > 1) {
     int const middle = (low + high) / 2;
@@ -88,11 +102,11 @@ __device__ __forceinline__ int segment_of(RunTable const& table, int segments, i
   return row >= table.entry[low] && row - table.entry[low] < table.entries[low] ? low : -1;
 }
 
-// All warps: the selected entries of a row that lie in the batch's segments, grouped by segment, order kept. Ends with a
-// barrier; `filled` then holds the list places used up to and including each segment.
-template <int kWarps>
-__device__ inline void build_list(RunTable& table, int32_t* list, int64_t const* selected, int top_k, int segments,
-                                  int64_t limit, int warp, int lane) {
+// All warps: the selected entries of a row that lie in the batch's segments, grouped by segment, order kept. Ends with
+// a barrier; `filled` then holds the list places used up to and including each segment.
+template <int kWarps, int kRows>
+__device__ inline void build_list(RunTable<kWarps, kRows>& table, int32_t* list, int64_t const* selected, int top_k,
+                                  int segments, int64_t limit, int warp, int lane) {
   constexpr int kOwn = kMaxSelected / (32 * kWarps);
   int row[kOwn], segment[kOwn], place[kOwn];
 #pragma unroll
@@ -116,7 +130,7 @@ __device__ inline void build_list(RunTable& table, int32_t* list, int64_t const*
     if (segment[i] >= 0 && rank == 0) counts[segment[i]] = before + __popc(same);
     __syncwarp();
   }
-  __syncthreads();
+  sync_block<kWarps>();
   int total = 0, earlier = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
@@ -137,14 +151,16 @@ __device__ inline void build_list(RunTable& table, int32_t* list, int64_t const*
     int const from = __shfl_sync(~0u, base, max(segment[i], 0));
     if (segment[i] >= 0) list[from + place[i]] = row[i];
   }
-  __syncthreads();
+  sync_block<kWarps>();
 }
 
 // Not inlined: the first call then has all registers, and later ones are rare.
-// All warps: runs of as many segments from `next` on as the table holds; sets run_count and next_segment. Ends with a barrier.
-template <int kWarps>
-__device__ __noinline__ void build_runs(RunTable& table, int32_t* list, SegLatentAttentionParams const& op, Group const& group,
-                                  int row, int next, int warp, int lane) {
+// All warps: runs of as many segments from `next` on as the table holds; sets run_count and next_segment. Ends with a
+// barrier.
+template <int kWarps, int kRows>
+__device__ __noinline__ void build_runs(RunTable<kWarps, kRows>& table, int32_t* list,
+                                        SegLatentAttentionParams const& op, Group const& group, int row, int next,
+                                        int warp, int lane) {
   int const segments = max(0, min(kSegmentBatch, group.last_segment - next));
   if (warp == 0 && lane < segments) {
     int64_t const* columns = op.segments + (int64_t{next} + lane) * 5;
@@ -157,9 +173,9 @@ __device__ __noinline__ void build_runs(RunTable& table, int32_t* list, SegLaten
   bool const has_entries = op.entries != nullptr;
   int const first_entry = has_entries ? narrow(__ldg(op.segments + int64_t{group.first_segment} * 5 + 3)) : 0;
   if (has_entries && op.selected != nullptr) {
-    __syncthreads();
+    sync_block<kWarps>();
     int64_t const limit = min(op.entry_rows, int64_t{first_entry} + group.most_visible);
-    build_list<kWarps>(table, list, op.selected + int64_t{row} * op.top_k, op.top_k, segments, limit, warp, lane);
+    build_list(table, list, op.selected + int64_t{row} * op.top_k, op.top_k, segments, limit, warp, lane);
   } else if (warp == 0) {
     __syncwarp();
   }
@@ -180,7 +196,8 @@ __device__ __noinline__ void build_runs(RunTable& table, int32_t* list, SegLaten
       if (!has_entries) continue;
       int const x0 = table.entry[index] - first_entry;
       if (op.selected == nullptr) {
-        push(Source::kEntries, x0, table.entry[index], min(table.entries[index], group.most_visible - x0), op.entry_rows);
+        push(Source::kEntries, x0, table.entry[index], min(table.entries[index], group.most_visible - x0),
+             op.entry_rows);
       } else {
         int const from = index == 0 ? 0 : table.filled[index - 1];
         push(Source::kSelected, from, from, table.filled[index] - from, 0);
@@ -189,7 +206,7 @@ __device__ __noinline__ void build_runs(RunTable& table, int32_t* list, SegLaten
     table.run_count = count;
     table.next_segment = next + index;
   }
-  __syncthreads();
+  sync_block<kWarps>();
 }
 
 }  // namespace redknot::attention

@@ -1,6 +1,5 @@
-#include "kernels/attention/seg_latent_attention.h"
-
 #include "common/check.h"
+#include "kernels/attention/seg_latent_attention.h"
 #include "kernels/attention/units.cuh"
 
 namespace redknot {
@@ -21,8 +20,8 @@ namespace {
 // Blocks that keep every multiprocessor of the largest supported GPU busy.
 constexpr int64_t kEnoughBlocks = 264;
 
-// Tiles of 8 columns of a block. Rows that share no keys use as few as hold their heads; rows that share them read each key
-// for as many columns as there are, as long as enough blocks remain.
+// Tiles of 8 columns of a block. Rows that share no keys use as few as hold their heads; rows that share them read each
+// key for as many columns as there are, as long as enough blocks remain.
 int tiles_for(SegLatentAttentionParams const& op) {
   int const most_heads = op.full_rows > 0 ? op.global_heads + op.local_heads : op.global_heads;
   int const needed = most_heads <= 8 ? 1 : most_heads <= 16 ? 2 : 4;
@@ -51,7 +50,8 @@ Status check(SegLatentAttentionParams const& op) {
   if (op.rows == 0) return Status::kSuccess;
   REDKNOT_VALID(op.rope_positions > 0 && op.latents != nullptr && op.segments != nullptr && op.row_segments != nullptr);
   REDKNOT_VALID(op.positions != nullptr && op.visible != nullptr && op.rope != nullptr);
-  REDKNOT_VALID(op.global_heads == 0 || (op.q_global != nullptr && op.out_global != nullptr && op.sinks_global != nullptr));
+  REDKNOT_VALID(op.global_heads == 0 ||
+                (op.q_global != nullptr && op.out_global != nullptr && op.sinks_global != nullptr));
   REDKNOT_VALID(op.full_rows == 0 || op.local_heads == 0 ||
                 (op.q_local != nullptr && op.out_local != nullptr && op.sinks_local != nullptr));
   for (void const* pointer : {op.q_global, op.q_local, static_cast<void const*>(op.out_global),
@@ -72,7 +72,8 @@ Status seg_latent_attention(SegLatentAttentionParams const& params, cudaStream_t
   attention::Launch const launch{
       params,
       attention::make_region(0, params.full_rows, params.global_heads + params.local_heads, columns, shares_keys),
-      attention::make_region(params.full_rows, params.rows - params.full_rows, params.global_heads, columns, shares_keys)};
+      attention::make_region(params.full_rows, params.rows - params.full_rows, params.global_heads, columns,
+                             shares_keys)};
   if (launch.full.units + launch.tail.units == 0) return Status::kSuccess;
   return params.pool_dtype == Dtype::kPacked ? attention::launch_with<true>(tiles, launch, stream)
                                              : attention::launch_with<false>(tiles, launch, stream);

@@ -13,20 +13,20 @@ namespace redknot {
 // Attention of rows over a segment table; meaning: trt_redknot/ops/reference/attention.py. Tensors are contiguous.
 // Rows see Global heads; the first full_rows of them see Global heads, then Local heads.
 struct SegLatentAttentionParams {
-  void const* q_global;        // bf16 [rows, global_heads, 512], normed, not rotated, |q| at most 65504
-  void const* q_local;         // bf16 [full_rows, local_heads, 512]
-  void* out_global;            // bf16 [rows, global_heads, 512]
-  void* out_local;             // bf16 [full_rows, local_heads, 512]
-  float const* sinks_global;   // [global_heads]
-  float const* sinks_local;    // [local_heads]
-  void const* latents;         // [latent_rows, 512] of pool_dtype, 16-byte aligned; packed rows have 584 bytes
-  void const* entries;         // [entry_rows, 512] of pool_dtype; null: sliding window only
-  int64_t const* segments;     // [segments, 5] columns of trt_redknot/ops/tables.py
-  int64_t const* row_segments; // [rows, 2]
-  int64_t const* positions;    // [rows]
-  int64_t const* visible;      // [rows]
-  int64_t const* selected;     // [rows, top_k] distinct entry rows, -1 for none; null: every visible entry
-  float const* rope;           // [rope_positions, 32, 2] cos, sin
+  void const* q_global;         // bf16 [rows, global_heads, 512], normed, not rotated, |q| at most 65504
+  void const* q_local;          // bf16 [full_rows, local_heads, 512]
+  void* out_global;             // bf16 [rows, global_heads, 512]
+  void* out_local;              // bf16 [full_rows, local_heads, 512]
+  float const* sinks_global;    // [global_heads]
+  float const* sinks_local;     // [local_heads]
+  void const* latents;          // [latent_rows, 512] of pool_dtype, 16-byte aligned; packed rows have 584 bytes
+  void const* entries;          // [entry_rows, 512] of pool_dtype; null: sliding window only
+  int64_t const* segments;      // [segments, 5] columns of trt_redknot/ops/tables.py
+  int64_t const* row_segments;  // [rows, 2]
+  int64_t const* positions;     // [rows]
+  int64_t const* visible;       // [rows]
+  int64_t const* selected;      // [rows, top_k] distinct entry rows, -1 for none; null: every visible entry
+  float const* rope;            // [rope_positions, 32, 2] cos, sin
   int64_t latent_rows;
   int64_t entry_rows;
   int64_t rope_positions;
@@ -35,9 +35,9 @@ struct SegLatentAttentionParams {
   int32_t global_heads;
   int32_t local_heads;
   int32_t segment_count;
-  int32_t top_k;               // at most 1024
+  int32_t top_k;  // at most 1024
   int32_t window;
-  Dtype pool_dtype;            // kBFloat16 or kPacked
+  Dtype pool_dtype;  // kBFloat16 or kPacked
 };
 
 // Indices that point outside a pool or a table are dropped or clamped, never followed.

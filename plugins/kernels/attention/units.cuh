@@ -1,6 +1,7 @@
 #pragma once
 
-// How the rows and heads of one launch are cut into units: one block works on one unit of up to 8 W (row, head) columns.
+// How the rows and heads of one launch are cut into units: one block works on one unit of up to 8 W (row, head)
+// columns.
 
 #include "kernels/attention/seg_latent_attention.h"
 
@@ -9,7 +10,8 @@ namespace redknot::attention {
 inline constexpr int kMaxUnitRows = 32;
 inline constexpr int kMaxSelected = 1024;
 
-// Rows [first_row, first_row + rows) all have `heads` heads; a unit takes rows_per_unit of them and heads_per_unit heads.
+// Rows [first_row, first_row + rows) all have `heads` heads; a unit takes rows_per_unit of them and heads_per_unit
+// heads.
 struct Region {
   int32_t first_row;
   int32_t rows;
@@ -22,14 +24,14 @@ struct Region {
 
 struct Launch {
   SegLatentAttentionParams op;
-  Region full;   // Global and Local heads
-  Region tail;   // Global heads only
+  Region full;  // Global and Local heads
+  Region tail;  // Global heads only
 };
 
 struct Unit {
-  int row;     // first row
+  int row;  // first row
   int rows;
-  int head;    // first head; heads past the Global ones are Local
+  int head;  // first head; heads past the Global ones are Local
   int heads;
 };
 

@@ -6,8 +6,8 @@
 
 namespace redknot::nccl {
 
-// The part of NCCL's stable C interface that is called here. Bound when the first communicator is handed in: whoever made
-// that communicator has the library loaded, and a machine without GPUs needs none.
+// The part of NCCL's stable C interface that is called here. Bound when the first communicator is handed in: whoever
+// made that communicator has the library loaded, and a machine without GPUs needs none.
 using Communicator = void*;
 
 struct Library {

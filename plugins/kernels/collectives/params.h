@@ -11,11 +11,11 @@ enum class CollectiveType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt32 = 2, k
 struct CollectiveParams {
   CollectiveKind kind;
   CollectiveType type;
-  int32_t group;        // names the communicator, see set_communicator
-  int32_t world;        // ranks the caller expects; another number in the communicator is refused
-  void const* send;     // all-gather: [count]; reduce-scatter: [world * count]; all-reduce: [count]
-  void* receive;        // all-gather: [world * count]; reduce-scatter: [count]; all-reduce: [count]
-  int64_t count;        // elements of one rank's part
+  int32_t group;     // names the communicator, see set_communicator
+  int32_t world;     // ranks the caller expects; another number in the communicator is refused
+  void const* send;  // all-gather: [count]; reduce-scatter: [world * count]; all-reduce: [count]
+  void* receive;     // all-gather: [world * count]; reduce-scatter: [count]; all-reduce: [count]
+  int64_t count;     // elements of one rank's part
 };
 
 }  // namespace redknot

@@ -10,7 +10,7 @@ namespace {
 constexpr int kFewThreads = 128;
 constexpr int kMaxSharedBytes = 48 * 1024;
 constexpr int kMaxThreads = 384;
-constexpr int kFewBatch = 4;   // slots pooled at a time
+constexpr int kFewBatch = 4;  // slots pooled at a time
 constexpr int kManyBatch = 2;
 constexpr int kFewSlots = 8;  // entries of at most so many slots take the warp kernel
 constexpr float kLog2E = 1.4426950408889634F;
@@ -117,7 +117,8 @@ __device__ __forceinline__ void pool_batch(SlotReader const& reader, int first, 
   uint4 raws[kBatch];
   bool present[kBatch];
 #pragma unroll
-  for (int index = 0; index < kBatch; ++index) present[index] = reader.load(first + index * step, gates[index], raws[index]);
+  for (int index = 0; index < kBatch; ++index)
+    present[index] = reader.load(first + index * step, gates[index], raws[index]);
   float logits[kVector][kBatch];
   float values[kVector][kBatch];
 #pragma unroll
@@ -140,7 +141,8 @@ __device__ __forceinline__ void pool_batch(SlotReader const& reader, int first, 
 
 // One warp an entry of few slots: nothing but registers.
 template <int kVectors>
-__global__ void __launch_bounds__(kFewThreads, 5) compress_few_kernel(CompressParams const params, RowFinish const finish) {
+__global__ void __launch_bounds__(kFewThreads, 5)
+    compress_few_kernel(CompressParams const params, RowFinish const finish) {
   int64_t const entry = static_cast<int64_t>(blockIdx.x) * (kFewThreads / kWarp) + threadIdx.x / kWarp;
   if (entry >= params.entries) return;
   int const lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -158,12 +160,14 @@ __global__ void __launch_bounds__(kFewThreads, 5) compress_few_kernel(CompressPa
 #pragma unroll
     for (int slot = 0; slot < kVector; ++slot) values[index][slot] = pools[slot].pooled();
   }
-  finish_row<kWarp, kVectors>(finish, lane, params.positions[entry], target_of(params, entry, finish.bytes), values, nullptr);
+  finish_row<kWarp, kVectors>(finish, lane, params.positions[entry], target_of(params, entry, finish.bytes), values,
+                              nullptr);
 }
 
 // One block an entry. Thread (group, lane): eight channels of every kGroups-th slot; groups merge in shared memory.
 template <int kVectors>
-__global__ void __launch_bounds__(kMaxThreads, 2) compress_kernel(CompressParams const params, RowFinish const finish, int lanes, int groups) {
+__global__ void __launch_bounds__(kMaxThreads, 2)
+    compress_kernel(CompressParams const params, RowFinish const finish, int lanes, int groups) {
   extern __shared__ float shared[];  // [groups][3][width], then the pooled vector [width]
   int64_t const entry = blockIdx.x;
   int const lane = static_cast<int>(threadIdx.x) % lanes;
@@ -223,7 +227,8 @@ Status launch(CompressParams const& params, cudaStream_t stream) {
   int const groups = std::clamp(params.slots_an_entry / 4, 1, most);
   unsigned const threads = static_cast<unsigned>(ceil_to(static_cast<int64_t>(lanes) * groups, kWarp));
   size_t const bytes = sizeof(float) * static_cast<size_t>((groups * 3 + 1) * params.width);
-  compress_kernel<kVectors><<<static_cast<unsigned>(params.entries), threads, bytes, stream>>>(params, finish, lanes, groups);
+  compress_kernel<kVectors>
+      <<<static_cast<unsigned>(params.entries), threads, bytes, stream>>>(params, finish, lanes, groups);
   REDKNOT_LAUNCHED();
   return Status::kSuccess;
 }

@@ -1,6 +1,6 @@
-// Three kernels: the mixes (streams x fn, split over the long axis, on tensor cores; each block keeps its slice of fn in
-// shared memory and streams rows past it), their weights (Sinkhorn, a row a thread), then the collapse with its norm, from
-// the last row back, so that the streams read last by the first kernel are still in L2.
+// Three kernels: the mixes (streams x fn, split over the long axis, on tensor cores; each block keeps its slice of fn
+// in shared memory and streams rows past it), their weights (Sinkhorn, a row a thread), then the collapse with its
+// norm, from the last row back, so that the streams read last by the first kernel are still in L2.
 
 #include <algorithm>
 
@@ -17,22 +17,19 @@ constexpr int kSlice = 1024;              // depth of one block
 constexpr int kSlicePitch = kSlice + 32;  // rows 64 bytes apart modulo the banks: quads of lanes do not collide
 constexpr int kMixTiles = 3;              // of eight mixes
 constexpr int kMixes = kMixTiles * 8;
-constexpr int kGroup = 4;                 // blocks of 32 channels loaded ahead
+constexpr int kGroup = 2;                 // blocks of 32 channels loaded ahead
 constexpr int kPartial = 28;              // floats a row and split: mixes, then the sum of squares at kMixes
 constexpr int kPre = 4;                   // floats a row: weights of the collapse
-constexpr size_t kSliceBytes = 2UL * kMixes * kSlicePitch * sizeof(__nv_bfloat16);
 constexpr int kResidentBlocks = 2 * 132;  // two blocks on each of a Hopper chip's multiprocessors
 constexpr int kWeighThreads = 128;
-constexpr int kRowLanes = 8;              // lanes that weigh one row
+constexpr int kRowLanes = 8;  // lanes that weigh one row
 
 struct Split {
-  int depth;   // streams * hidden
+  int depth;  // streams * hidden
   int splits;
 };
 
-Split split_of(int64_t depth) {
-  return {static_cast<int>(depth), static_cast<int>((depth + kSlice - 1) / kSlice)};
-}
+Split split_of(int64_t depth) { return {static_cast<int>(depth), static_cast<int>((depth + kSlice - 1) / kSlice)}; }
 
 int mix_count(HyperConnectionPreParams const& params) {
   return params.head ? params.stream_count : (2 + params.stream_count) * params.stream_count;
@@ -40,17 +37,19 @@ int mix_count(HyperConnectionPreParams const& params) {
 
 // C[16 x 8] += A[16 x 16] B[16 x 8], bf16 in, fp32 out.
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // fn as two bf16 terms (16 bits of mantissa) into shared memory: high [mixes][pitch], then low.
+template <int kTiles>
 __device__ void stage_fn(float const* fn, int mixes, int depth, int first, __nv_bfloat16* high) {
-  __nv_bfloat16* const low = high + kMixes * kSlicePitch;
+  __nv_bfloat16* const low = high + kTiles * 8 * kSlicePitch;
   constexpr int kQuads = kSlice / 4;
-  for (int index = static_cast<int>(threadIdx.x); index < kMixes * kQuads; index += kThreads) {
+#pragma unroll 8
+  for (int index = static_cast<int>(threadIdx.x); index < kTiles * 8 * kQuads; index += kThreads) {
     int const mix = index / kQuads;
     int const column = index % kQuads * 4;
     float4 value{0, 0, 0, 0};
@@ -94,11 +93,12 @@ struct Fragments {
 
 // Partial mixes and sums of squares over one slice of the depth, for every gridDim.x-th tile of 128 rows. The depth is
 // permuted inside blocks of 32 (a lane's 16-byte load feeds two products), alike for both operands: sums do not change.
+template <int kTiles>
 __global__ void __launch_bounds__(kThreads, 2)
     mix_kernel(HyperConnectionPreParams const params, int mixes, Split const split, float* partials) {
   extern __shared__ uint4 shared_raw[];
   auto* const high = reinterpret_cast<__nv_bfloat16*>(shared_raw);
-  __nv_bfloat16* const low = high + kMixes * kSlicePitch;
+  __nv_bfloat16* const low = high + kTiles * 8 * kSlicePitch;
   int const lane = static_cast<int>(threadIdx.x) % kWarp;
   int const warp = static_cast<int>(threadIdx.x) / kWarp;
   int const group = lane / 4;
@@ -111,12 +111,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   int const row_in_tile = warp * 16 + group;
   Fragments next;
   next.load(streams, params.rows, split.depth, static_cast<int64_t>(blockIdx.x) * kTileRows + row_in_tile, 0, blocks);
-  stage_fn(params.fn, mixes, split.depth, first, high);
+  stage_fn<kTiles>(params.fn, mixes, split.depth, first, high);
   __syncthreads();
   for (int64_t tile_index = blockIdx.x; tile_index < tiles; tile_index += gridDim.x) {
     int64_t const tile_row = tile_index * kTileRows + row_in_tile;
     int64_t const next_row = tile_row + static_cast<int64_t>(gridDim.x) * kTileRows;
-    float sums[kMixTiles][4] = {};
+    float sums[kTiles][4] = {};
+    float rests[kTiles][4] = {};
     float square_upper = 0.0F;
     float square_lower = 0.0F;
     for (int begin = 0; begin < blocks; begin += kGroup) {
@@ -133,17 +134,23 @@ __global__ void __launch_bounds__(kThreads, 2)
         uint32_t const late[4] = {a.z, b.z, a.w, b.w};
         // Past the last block the fragments are zero; any fn inside shared memory will do.
         int const block = min(begin + index, blocks - 1);
+        uint4 h[kTiles];
+        uint4 l[kTiles];
 #pragma unroll
-        for (int tile = 0; tile < kMixTiles; ++tile) {
-          if (tile * 8 >= mixes) break;
+        for (int tile = 0; tile < kTiles; ++tile) {
           int const source = (tile * 8 + group) * kSlicePitch + block * 32 + quad * kVector;
-          uint4 const h = *reinterpret_cast<uint4 const*>(high + source);
-          uint4 const l = *reinterpret_cast<uint4 const*>(low + source);
-          mma(sums[tile], early, h.x, h.y);
-          mma(sums[tile], early, l.x, l.y);
-          mma(sums[tile], late, h.z, h.w);
-          mma(sums[tile], late, l.z, l.w);
+          h[tile] = *reinterpret_cast<uint4 const*>(high + source);
+          l[tile] = *reinterpret_cast<uint4 const*>(low + source);
         }
+        // High and low terms have sums of their own: twice as many independent products in flight.
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) mma(sums[tile], early, h[tile].x, h[tile].y);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) mma(rests[tile], early, l[tile].x, l[tile].y);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) mma(sums[tile], late, h[tile].z, h[tile].w);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) mma(rests[tile], late, l[tile].z, l[tile].w);
       }
     }
     square_upper = lane_sum<4>(square_upper);
@@ -154,8 +161,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (row >= params.rows) continue;
       float* const target = partial + row * kPartial;
 #pragma unroll
-      for (int tile = 0; tile < kMixTiles; ++tile) {
-        *reinterpret_cast<float2*>(target + tile * 8 + quad * 2) = {sums[tile][half * 2], sums[tile][half * 2 + 1]};
+      for (int tile = 0; tile < kTiles; ++tile) {
+        *reinterpret_cast<float2*>(target + tile * 8 + quad * 2) = {
+            sums[tile][half * 2] + rests[tile][half * 2], sums[tile][half * 2 + 1] + rests[tile][half * 2 + 1]};
       }
       if (quad == 0) {
         *reinterpret_cast<float4*>(target + kMixes) = {half == 0 ? square_upper : square_lower, 0.0F, 0.0F, 0.0F};
@@ -168,29 +176,42 @@ __device__ __forceinline__ float sigmoid(float value) { return 1.0F / (1.0F + __
 
 // Columns first, then rows and columns alternately, all of one matrix in the registers of each lane.
 template <int kStreams>
-__device__ __forceinline__ void sinkhorn(float (&comb)[kStreams][kStreams], int iterations, float eps) {
-  for (int step = 0; step < 2 * iterations - 1; ++step) {
-    bool const columns = step % 2 == 0;
+__device__ __forceinline__ void normalise_columns(float (&comb)[kStreams][kStreams], float eps) {
 #pragma unroll
-    for (int line = 0; line < kStreams; ++line) {
-      float sum = eps;
+  for (int column = 0; column < kStreams; ++column) {
+    float sum = eps;
 #pragma unroll
-      for (int index = 0; index < kStreams; ++index) sum += columns ? comb[index][line] : comb[line][index];
-      float const inverse = __fdividef(1.0F, sum);
+    for (int row = 0; row < kStreams; ++row) sum += comb[row][column];
+    float const inverse = __fdividef(1.0F, sum);
 #pragma unroll
-      for (int index = 0; index < kStreams; ++index) {
-        if (columns) {
-          comb[index][line] *= inverse;
-        } else {
-          comb[line][index] *= inverse;
-        }
-      }
-    }
+    for (int row = 0; row < kStreams; ++row) comb[row][column] *= inverse;
   }
 }
 
-// Weights of one row: `pre` for the collapse, post and comb. Eight lanes a row read its partials; then each works out the
-// whole row, since a four by four Sinkhorn is a chain of latencies, not of work.
+template <int kStreams>
+__device__ __forceinline__ void normalise_rows(float (&comb)[kStreams][kStreams], float eps) {
+#pragma unroll
+  for (auto& row : comb) {
+    float sum = eps;
+#pragma unroll
+    for (float const value : row) sum += value;
+    float const inverse = __fdividef(1.0F, sum);
+#pragma unroll
+    for (float& value : row) value *= inverse;
+  }
+}
+
+template <int kStreams>
+__device__ __forceinline__ void sinkhorn(float (&comb)[kStreams][kStreams], int iterations, float eps) {
+  normalise_columns<kStreams>(comb, eps);
+  for (int step = 1; step < iterations; ++step) {
+    normalise_rows<kStreams>(comb, eps);
+    normalise_columns<kStreams>(comb, eps);
+  }
+}
+
+// Weights of one row: `pre` for the collapse, post and comb. Eight lanes a row read its partials; then each works out
+// the whole row, since a four by four Sinkhorn is a chain of latencies, not of work.
 template <int kStreams>
 __global__ void __launch_bounds__(kWeighThreads)
     weigh_kernel(HyperConnectionPreParams const params, Split const split, float const* partials, float* weights) {
@@ -200,7 +221,8 @@ __global__ void __launch_bounds__(kWeighThreads)
   constexpr int kCells = kStreams * kStreams;
   static_assert(2 * kStreams + kCells <= kMixes && kStreams <= kPre && kPartial <= 4 * kRowLanes);
   float4 sum{0, 0, 0, 0};
-  if (inside && lane * 4 < kPartial) {
+  int const used = params.head ? kStreams : 2 * kStreams + kCells;  // other quads were not written
+  if (inside && (lane * 4 < used || lane * 4 == kMixes)) {
     auto const* source = reinterpret_cast<float4 const*>(partials + row * kPartial) + lane;
     int64_t const step = params.rows * (kPartial / 4);
 #pragma unroll 8
@@ -312,17 +334,28 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <int kTiles>
+Status launch_mix(HyperConnectionPreParams const& params, int mixes, Split const& split, float* partials,
+                  cudaStream_t stream) {
+  constexpr size_t kBytes = 2UL * kTiles * 8 * kSlicePitch * sizeof(__nv_bfloat16);
+  REDKNOT_CUDA(cudaFuncSetAttribute(mix_kernel<kTiles>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  int64_t const tiles = (params.rows + kTileRows - 1) / kTileRows;
+  int64_t const columns = std::clamp<int64_t>(kResidentBlocks / split.splits, 1, tiles);
+  dim3 const grid(static_cast<unsigned>(columns), static_cast<unsigned>(split.splits));
+  mix_kernel<kTiles><<<grid, kThreads, kBytes, stream>>>(params, mixes, split, partials);
+  REDKNOT_LAUNCHED();
+  return Status::kSuccess;
+}
+
 template <int kStreams, int kVectors>
 Status launch(HyperConnectionPreParams const& params, cudaStream_t stream) {
   Split const split = split_of(static_cast<int64_t>(kStreams) * params.hidden);
   auto* const weights = static_cast<float*>(params.workspace);  // [rows, kPre], then [splits, rows, kPartial]
   float* const partials = weights + params.rows * kPre;
-  REDKNOT_CUDA(cudaFuncSetAttribute(mix_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSliceBytes));
-  int64_t const tiles = (params.rows + kTileRows - 1) / kTileRows;
-  int64_t const columns = std::clamp<int64_t>(kResidentBlocks / split.splits, 1, tiles);
-  dim3 const grid(static_cast<unsigned>(columns), static_cast<unsigned>(split.splits));
-  mix_kernel<<<grid, kThreads, kSliceBytes, stream>>>(params, mix_count(params), split, partials);
-  REDKNOT_LAUNCHED();
+  int const mixes = mix_count(params);
+  Status const mixed = mixes <= 8 ? launch_mix<1>(params, mixes, split, partials, stream)
+                                  : launch_mix<kMixTiles>(params, mixes, split, partials, stream);
+  REDKNOT_REQUIRE(mixed == Status::kSuccess, mixed);
   auto const weigh_blocks = static_cast<unsigned>((params.rows * kRowLanes + kWeighThreads - 1) / kWeighThreads);
   weigh_kernel<kStreams><<<weigh_blocks, kWeighThreads, 0, stream>>>(params, split, partials, weights);
   REDKNOT_LAUNCHED();

@@ -1,6 +1,5 @@
-#include "kernels/indexer/lightning_indexer.h"
-
 #include "common/check.h"
+#include "kernels/indexer/lightning_indexer.h"
 #include "kernels/indexer/select.cuh"
 
 namespace redknot {
@@ -41,7 +40,8 @@ Status check_device() {
 template <bool kFp8>
 Status score_and_select(Scoring scoring, int rows_at_a_time, cudaStream_t stream) {
   LightningIndexerParams const& op = scoring.op;
-  constexpr int kScoreBytes = static_cast<int>(sizeof(ScoreShared<kFp8>)), kSelectBytes = static_cast<int>(sizeof(SelectShared));
+  constexpr int kScoreBytes = static_cast<int>(sizeof(ScoreShared<kFp8>)),
+                kSelectBytes = static_cast<int>(sizeof(SelectShared));
   REDKNOT_CUDA(cudaFuncSetAttribute(score_kernel<kFp8>, cudaFuncAttributeMaxDynamicSharedMemorySize, kScoreBytes));
   REDKNOT_CUDA(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSelectBytes));
   int64_t const stretches = (op.entries + kStretch - 1) / kStretch;

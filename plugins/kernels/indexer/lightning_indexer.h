@@ -32,9 +32,9 @@ struct LightningIndexerParams {
   int64_t rope_positions;
   int32_t rows;
   int32_t segment_count;
-  int32_t top_k;                // 1 to 1024
-  Dtype keys_dtype;             // kBFloat16 or kPacked
-  bool fp8;                     // score in e4m3 (one scale a head, one a key); else in bf16, for bf16 keys only
+  int32_t top_k;     // 1 to 1024
+  Dtype keys_dtype;  // kBFloat16 or kPacked
+  bool fp8;          // score in e4m3 (one scale a head, one a key); else in bf16, for bf16 keys only
 };
 
 // Bytes that hold the scores of `rows_at_a_time` rows; any workspace that fits at least four rows will do.

@@ -23,14 +23,14 @@ __device__ __forceinline__ uint32_t to_e4m3(float4 x) {
 }
 
 // One warp a key.
-__global__ void __launch_bounds__(256) quantise_keys(__nv_bfloat16 const* keys, uint32_t* codes, float* scales,
-                                                     int64_t entries) {
+__global__ void __launch_bounds__(256)
+    quantise_keys(__nv_bfloat16 const* keys, uint32_t* codes, float* scales, int64_t entries) {
   int64_t const key = int64_t{blockIdx.x} * 8 + threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
   if (key >= entries) return;
   uint2 const four = reinterpret_cast<uint2 const*>(keys + key * kIndexDim)[lane];
-  float const x[4] = {__uint_as_float(four.x << 16), __uint_as_float(four.x & 0xffff0000u), __uint_as_float(four.y << 16),
-                      __uint_as_float(four.y & 0xffff0000u)};
+  float const x[4] = {__uint_as_float(four.x << 16), __uint_as_float(four.x & 0xffff0000u),
+                      __uint_as_float(four.y << 16), __uint_as_float(four.y & 0xffff0000u)};
   float peak = 0;
 #pragma unroll
   for (float value : x) peak = fmaxf(peak, isfinite(value) ? fabsf(value) : 0.0f);
@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(256) quantise_keys(__nv_bfloat16 const* keys, 
 }
 
 // Packed rows of 132 bytes are not aligned for the copy into shared memory: codes and scales part here.
-__global__ void __launch_bounds__(256) align_keys(uint32_t const* packed, uint32_t* codes, float* scales, int64_t entries) {
+__global__ void __launch_bounds__(256)
+    align_keys(uint32_t const* packed, uint32_t* codes, float* scales, int64_t entries) {
   int64_t const key = int64_t{blockIdx.x} * 8 + threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
   if (key >= entries) return;

@@ -1,8 +1,8 @@
 #pragma once
 
 // Scores of four rows against a stretch of entries. Keys are the M dimension of the matrix product, (row, head) the N
-// dimension: q of the rows stays in shared memory, keys stream past it. Two warpgroups take turns: one multiplies while the
-// other sums its products over the heads.
+// dimension: q of the rows stays in shared memory, keys stream past it. Two warpgroups work on tiles of their own: one
+// sums its products over the heads while the other multiplies.
 
 #include <type_traits>
 
@@ -17,15 +17,15 @@ inline constexpr int kTileKeys = 64;
 inline constexpr int kStages = 4;
 inline constexpr int kStretch = 16384;  // entries of the pool that one block scores
 inline constexpr int kHalfRope = 32;    // rotated pairs
-// 1 / sqrt(heads) / sqrt(dim), and a half because relu(x) is summed as (x + |x|) / 2. Applied to whole sums: sums that are
-// exact stay so, and equal scores stay equal.
+// 1 / sqrt(heads) / sqrt(dim), and a half because relu(x) is summed as (x + |x|) / 2. Applied to whole sums: sums that
+// are exact stay so, and equal scores stay equal.
 inline constexpr float kFactor = 0.125f * 0.08838834764831845f * 0.5f;
 
 struct Scoring {
   LightningIndexerParams op;
-  uint8_t const* keys;        // fp8: [entries, 128] codes; else bf16 [entries, 128]
-  float const* key_scales;    // [entries]; null for bf16
-  float* scores;              // [rows of this launch, entries]: entry e of a row's sequence at column e
+  uint8_t const* keys;      // fp8: [entries, 128] codes; else bf16 [entries, 128]
+  float const* key_scales;  // [entries]; null for bf16
+  float* scores;            // [rows of this launch, entries]: entry e of a row's sequence at column e
   int32_t first_row;
   int32_t rows;
 };
@@ -41,12 +41,14 @@ struct ScoreShared {
 
 // Rotates q of one (row, head) to a segment's frame and stores it as the matrix units read it.
 template <bool kFp8>
-__device__ __forceinline__ void store_query(ScoreShared<kFp8>& shared, Scoring const& s, int row, int head, int64_t frame) {
+__device__ __forceinline__ void store_query(ScoreShared<kFp8>& shared, Scoring const& s, int row, int head,
+                                            int64_t frame) {
   int const column = row * kIndexHeads + head;
   bool const present = frame >= 0;
   int64_t const at = int64_t{s.first_row} + min(blockIdx.x * kRows + row, static_cast<unsigned>(s.rows - 1));
   auto const* q = static_cast<__nv_bfloat16 const*>(s.op.q) + (at * kIndexHeads + head) * kIndexDim;
-  auto const* turn = reinterpret_cast<float2 const*>(s.op.rope) + min(max(frame, int64_t{0}), s.op.rope_positions - 1) * kHalfRope;
+  auto const* turn =
+      reinterpret_cast<float2 const*>(s.op.rope) + min(max(frame, int64_t{0}), s.op.rope_positions - 1) * kHalfRope;
   auto channels = [&](int chunk, float (&x)[8]) {
     uint4 const raw = __ldg(reinterpret_cast<uint4 const*>(q) + chunk);
     uint32_t const words[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -90,7 +92,8 @@ __device__ __forceinline__ void store_query(ScoreShared<kFp8>& shared, Scoring c
     for (int chunk = 0; chunk < 16; ++chunk) {
       channels(chunk, x);
       *reinterpret_cast<uint4*>(shared.q[chunk / 8] + wgmma::swizzled(column, chunk % 8)) = {
-          ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]), ptx::pack_bf16(x[4], x[5]), ptx::pack_bf16(x[6], x[7])};
+          ptx::pack_bf16(x[0], x[1]), ptx::pack_bf16(x[2], x[3]), ptx::pack_bf16(x[4], x[5]),
+          ptx::pack_bf16(x[6], x[7])};
     }
   }
   shared.weights[row][head] = weight;
@@ -98,27 +101,24 @@ __device__ __forceinline__ void store_query(ScoreShared<kFp8>& shared, Scoring c
 
 // Starts the copy of one tile of keys [first, first + 64) of [first, end) by one warpgroup.
 template <bool kFp8>
-__device__ __forceinline__ void load_tile(ScoreShared<kFp8>& shared, Scoring const& s, int group, int stage, int64_t first,
-                                          int64_t end, int thread) {
+__device__ __forceinline__ void load_tile(ScoreShared<kFp8>& shared, Scoring const& s, int group, int stage,
+                                          int64_t first, int64_t end, int thread) {
   constexpr int kChunks = ScoreShared<kFp8>::kPanels * 8;
 #pragma unroll
   for (int i = 0; i < kTileKeys * kChunks / 128; ++i) {
     int const index = i * 128 + thread, key = index / kChunks, chunk = index % kChunks;
     uint8_t const* from = s.keys + min(first + key, end - 1) * (kChunks * 16) + chunk * 16;
-    ptx::copy_async_16(ptx::shared_address(shared.tiles[group][stage][chunk / 8]) + wgmma::swizzled(key, chunk % 8), from);
+    ptx::copy_async_16(ptx::shared_address(shared.tiles[group][stage][chunk / 8]) + wgmma::swizzled(key, chunk % 8),
+                       from);
   }
   if (kFp8 && thread < kTileKeys) {
     float const* from = s.key_scales + min(first + thread, end - 1);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(ptx::shared_address(&shared.scales[group][stage][thread])),
-                 "l"(from)
-                 : "memory");
+    asm volatile(
+        "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(ptx::shared_address(&shared.scales[group][stage][thread])),
+        "l"(from)
+        : "memory");
   }
 }
-
-// The two warpgroups multiply in turn, so that one always sums while the other multiplies; left alone they would do both at
-// the same time and each wait for the other.
-__device__ __forceinline__ void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 3) : "memory"); }
-__device__ __forceinline__ void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 3) : "memory"); }
 
 template <bool kFp8>
 __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring const s) {
@@ -155,22 +155,22 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
       int const row = threadIdx.x / kIndexHeads;
       bool const inside = row < rows && __ldg(spans + 2 * row) <= segment && segment < __ldg(spans + 2 * row + 1);
       // Rows before the segment see none of it; their frame is clamped only to stay inside the table.
-      int64_t const frame = inside ? max(int64_t{0}, __ldg(s.op.positions + s.first_row + block_row + row) - start) : -1;
+      int64_t const frame =
+          inside ? max(int64_t{0}, __ldg(s.op.positions + s.first_row + block_row + row) - start) : -1;
       store_query(shared, s, row, threadIdx.x % kIndexHeads, frame);
     }
     wgmma::publish();
     __syncthreads();
     // The row whose scores this lane writes, and where its sequence begins.
-    bool const writes = t < rows && __ldg(spans + 2 * min(t, rows - 1)) <= segment &&
-                        segment < __ldg(spans + 2 * min(t, rows - 1) + 1);
+    bool const writes =
+        t < rows && __ldg(spans + 2 * min(t, rows - 1)) <= segment && segment < __ldg(spans + 2 * min(t, rows - 1) + 1);
     float* out = nullptr;
     if (writes) {
       int64_t const first_entry = __ldg(s.op.segments + 5 * max(int64_t{0}, __ldg(spans + 2 * t)) + 3);
       out = s.scores + (int64_t{block_row} + t) * s.op.entries - first_entry;
     }
     int const tiles = static_cast<int>((end - begin + kTileKeys - 1) / kTileKeys);
-    // Both groups take as many turns: the last tile of one may lie past the end, and nothing of it is written.
-    int const own = (tiles + 1) / 2;
+    int const own = (tiles - group + 1) / 2;
     auto first_key = [&](int index) { return begin + int64_t{2 * index + group} * kTileKeys; };
 #pragma unroll
     for (int stage = 0; stage < kStages - 1; ++stage) {
@@ -179,13 +179,11 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
     }
     uint64_t const q[2] = {wgmma::descriptor(ptx::shared_address(shared.q[0])),
                            wgmma::descriptor(ptx::shared_address(shared.q[0]) + 2 * kIndexHeads * 128)};
-    if (group == 1) pass_turn(0);
     for (int index = 0; index < own; ++index) {
       int const stage = index % kStages;
       ptx::copy_wait<kStages - 2>();
       wgmma::publish();
       asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-      take_turn(group);
       float products[2][64];
       uint64_t const keys = wgmma::descriptor(ptx::shared_address(shared.tiles[group][stage][0]));
       wgmma::fence();
@@ -203,8 +201,6 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
               wgmma::multiply_bf16(products[pair], a, b, panel + step > 0);
             }
           }
-          // The last products are a group of their own: the other group's may start while they still run.
-          if (panel == ScoreShared<kFp8>::kPanels - 1 && step == 2) wgmma::commit();
         }
       }
       wgmma::commit();
@@ -212,8 +208,6 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
         load_tile(shared, s, group, (index + kStages - 1) % kStages, first_key(index + kStages - 1), end, thread);
       }
       ptx::copy_commit();
-      wgmma::wait<1>();
-      if (group == 0 || index + 1 < own) pass_turn(1 - group);
       wgmma::wait<0>();
       float sums[kRows][2];
 #pragma unroll

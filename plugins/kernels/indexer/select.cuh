@@ -1,9 +1,9 @@
 #pragma once
 
 // The best top_k of a row's scores, best first, ties to the earlier entry. One block a row.
-// A candidate is one 64-bit key, score above complemented entry, so keys differ and "larger" settles every tie. Digits of the
-// keys are counted from the top until what lies above the digit of the k-th key, and in it, fits in shared memory; that is
-// sorted there. Two passes over the scores are the rule, more where very many scores are equal.
+// A candidate is one 64-bit key, score above complemented entry, so keys differ and "larger" settles every tie. Digits
+// of the keys are counted from the top until what lies above the digit of the k-th key, and in it, fits in shared
+// memory; that is sorted there. Two passes over the scores are the rule, more where very many scores are equal.
 
 #include <cstdint>
 

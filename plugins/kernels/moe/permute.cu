@@ -1,5 +1,5 @@
-// A stable counting sort of (row, slot) pairs by expert in three kernels, then the rows themselves. No atomics decide an
-// order: the same ids give the same permutation.
+// A stable counting sort of (row, slot) pairs by expert in three kernels, then the rows themselves. No atomics decide
+// an order: the same ids give the same permutation.
 
 #include <algorithm>
 
@@ -43,32 +43,50 @@ __global__ void __launch_bounds__(kThreads) count_kernel(MoePermuteParams const 
   }
 }
 
-// Counts become the first permuted row of each (block, expert); ends of the experts. One block, a thread an expert.
-__global__ void __launch_bounds__(kMaxExperts) scan_kernel(MoePermuteParams const params, int64_t blocks) {
-  __shared__ int32_t sums[kMaxExperts / kWarp];
-  int const expert = static_cast<int>(threadIdx.x);
-  int const lane = expert % kWarp;
-  auto* const counts = static_cast<int32_t*>(params.workspace);
-  int32_t total = 0;
-  if (expert < params.experts) {
-    for (int64_t block = 0; block < blocks; ++block) total += counts[block * params.experts + expert];
-  }
-  int32_t running = total;
+__device__ __forceinline__ int32_t inclusive_sum(int32_t value, int lane) {
 #pragma unroll
   for (int offset = 1; offset < kWarp; offset *= 2) {
-    int32_t const below = __shfl_up_sync(kAllLanes, running, offset);
-    if (lane >= offset) running += below;
+    int32_t const below = __shfl_up_sync(kAllLanes, value, offset);
+    if (lane >= offset) value += below;
   }
-  if (lane == kWarp - 1) sums[expert / kWarp] = running;
+  return value;
+}
+
+// Counts become the first permuted row of each (block, expert); ends of the experts. One block; warps take experts in
+// turn.
+__global__ void __launch_bounds__(kMaxExperts) scan_kernel(MoePermuteParams const params, int blocks) {
+  __shared__ int32_t firsts[kMaxExperts];  // pairs of each expert, then its first row
+  __shared__ int32_t sums[kMaxExperts / kWarp];
+  int const thread = static_cast<int>(threadIdx.x);
+  int const lane = thread % kWarp;
+  int const warp = thread / kWarp;
+  auto* const counts = static_cast<int32_t*>(params.workspace);
+  for (int expert = warp; expert < params.experts; expert += kMaxExperts / kWarp) {
+    int32_t total = 0;
+    for (int block = lane; block < blocks; block += kWarp) total += counts[block * params.experts + expert];
+    total = __reduce_add_sync(kAllLanes, total);
+    if (lane == 0) firsts[expert] = total;
+  }
   __syncthreads();
-  for (int warp = 0; warp < expert / kWarp; ++warp) running += sums[warp];
-  if (expert >= params.experts) return;
-  params.ends[expert] = running;
-  int32_t next = running - total;
-  for (int64_t block = 0; block < blocks; ++block) {
-    int32_t const count = counts[block * params.experts + expert];
-    counts[block * params.experts + expert] = next;
-    next += count;
+  int32_t const total = thread < params.experts ? firsts[thread] : 0;
+  int32_t end = inclusive_sum(total, lane);
+  if (lane == kWarp - 1) sums[warp] = end;
+  __syncthreads();
+  for (int other = 0; other < warp; ++other) end += sums[other];
+  if (thread < params.experts) {
+    params.ends[thread] = end;
+    firsts[thread] = end - total;
+  }
+  __syncthreads();
+  for (int expert = warp; expert < params.experts; expert += kMaxExperts / kWarp) {
+    int32_t next = firsts[expert];
+    for (int first = 0; first < blocks; first += kWarp) {
+      int const block = first + lane;
+      int32_t const count = block < blocks ? counts[block * params.experts + expert] : 0;
+      int32_t const through = inclusive_sum(count, lane);
+      if (block < blocks) counts[block * params.experts + expert] = next + through - count;
+      next += __shfl_sync(kAllLanes, through, kWarp - 1);
+    }
   }
 }
 
@@ -146,6 +164,7 @@ Status moe_permute(MoePermuteParams const& params, cudaStream_t stream) {
   REDKNOT_VALID(params.rows >= 0 && params.hidden > 0 && params.top_k > 0 && params.experts > 0);
   REDKNOT_SUPPORTED(params.experts <= kMaxExperts && params.top_k <= kMaxTopK && params.hidden % kVector == 0);
   REDKNOT_SUPPORTED(params.rows <= INT32_MAX / params.top_k);
+  REDKNOT_SUPPORTED(sort_blocks(params.rows, params.top_k) * params.experts <= INT32_MAX);
   REDKNOT_VALID(params.ends != nullptr);
   if (params.rows == 0) {
     REDKNOT_CUDA(cudaMemsetAsync(params.ends, 0, sizeof(int32_t) * static_cast<size_t>(params.experts), stream));
@@ -163,7 +182,7 @@ Status moe_permute(MoePermuteParams const& params, cudaStream_t stream) {
                                     static_cast<int>(kWarps * kMaxExperts * sizeof(int32_t))));
   count_kernel<<<static_cast<unsigned>(blocks), kThreads, shared, stream>>>(params);
   REDKNOT_LAUNCHED();
-  scan_kernel<<<1, kMaxExperts, 0, stream>>>(params, blocks);
+  scan_kernel<<<1, kMaxExperts, 0, stream>>>(params, static_cast<int>(blocks));
   REDKNOT_LAUNCHED();
   place_kernel<<<static_cast<unsigned>(blocks), kThreads, kWarps * shared, stream>>>(params);
   REDKNOT_LAUNCHED();

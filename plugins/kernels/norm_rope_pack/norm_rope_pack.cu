@@ -8,7 +8,8 @@ namespace {
 constexpr int kThreads = 256;
 
 template <int kTeam, int kVectors>
-__global__ void __launch_bounds__(kThreads) norm_rope_pack_kernel(NormRopePackParams const params, RowFinish const finish) {
+__global__ void __launch_bounds__(kThreads)
+    norm_rope_pack_kernel(NormRopePackParams const params, RowFinish const finish) {
   __shared__ float scratch[kTeam / kWarp];
   int const member = static_cast<int>(threadIdx.x) % kTeam;
   int64_t const vector = static_cast<int64_t>(blockIdx.x) * (kThreads / kTeam) + threadIdx.x / kTeam;

@@ -27,8 +27,18 @@ struct RowFinish {
 
 inline RowFinish make_finish(void const* norm, bool norm_is_float, float const* rope, int64_t rope_positions,
                              int32_t rope_dim, int32_t width, RowFormat format, float eps) {
-  RowFinish finish{norm,   norm_is_float, rope, rope_positions, rope_dim, width, format,
-                   eps,    1.0F / static_cast<float>(width),    width,    0,     0,
+  RowFinish finish{norm,
+                   norm_is_float,
+                   rope,
+                   rope_positions,
+                   rope_dim,
+                   width,
+                   format,
+                   eps,
+                   1.0F / static_cast<float>(width),
+                   width,
+                   0,
+                   0,
                    2L * width};
   if (format == RowFormat::kPackedLatent) {
     finish.coded = width - rope_dim;
@@ -62,7 +72,8 @@ __device__ __forceinline__ void rotate_vector(float const* rope, int64_t rope_po
   }
 }
 
-// Stores eight channels of a packed row. Every lane of the warp takes part, `inside` or not: scales are shared by lanes.
+// Stores eight channels of a packed row. Every lane of the warp takes part, `inside` or not: scales are shared by
+// lanes.
 __device__ __forceinline__ void store_packed(RowFinish const& finish, uint8_t* row, int channel, bool inside,
                                              float const (&values)[kVector]) {
   bool const coded = inside && channel < finish.coded;

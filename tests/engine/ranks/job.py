@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ def start(ranks: int, script: str, folder: Path, task: dict[str, Any], *, timeou
         ranks,
         ["-m", f"tests.engine.ranks.{script}", str(folder)],
         timeout_s=timeout_s,
-        environment=_environment(),
+        environment=rank_environment(),
     )
     return finished
 
@@ -62,7 +63,6 @@ def read_task(folder: Path) -> dict[str, Any]:
     return task
 
 
-def _environment() -> dict[str, str]:
-    import os
-
+def rank_environment() -> dict[str, str]:
+    """This process's, with one thread a rank and this repository to import from."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

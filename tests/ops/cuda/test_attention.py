@@ -1,4 +1,4 @@
-"""seg_latent_attention on the GPU against the fp64 reference: random layouts, head counts, formats and poisoned outputs."""
+"""seg_latent_attention on the GPU against the fp64 reference: random layouts, heads, formats, poisoned outputs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_any_layout(
     case = attention_case(
         layout, rows, full_rows=data.draw(st.integers(0, count)), heads=heads,
         top_k=data.draw(st.sampled_from([1, 8, 64, 512])) if kind == "csa" else None, packed=packed, device="cuda",
-        seed=seed, magnitude=data.draw(st.sampled_from([0.02, 1.0, 4.0])), shortfall=data.draw(st.sampled_from([0.0, 0.4])),
+        seed=seed, magnitude=data.draw(st.sampled_from([0.02, 1.0, 4.0])),
+        shortfall=data.draw(st.sampled_from([0.0, 0.4])),
         rope_factor=data.draw(st.sampled_from([1.0, 1.1])),
     )  # fmt: skip
     assert_matches(case, window=data.draw(st.sampled_from([1, 16, 128])))

@@ -24,8 +24,8 @@ needs_gpu = pytest.mark.skipif(
 SEEDS = st.integers(0, 2**31)
 TYPICAL = settings(deadline=None, max_examples=20)
 EPS = 1e-6
-# bf16 after the norm and after the rotation: each adds at most 2^-9.
-TOLERANCE = 4e-3
+# bf16 after the norm and after the rotation: each adds at most 2^-8.
+TOLERANCE = 8e-3
 SHAPES = st.sampled_from([(4, 2, 512), (4, 2, 128), (128, 1, 512), (128, 1, 128), (3, 2, 64), (1, 1, 8), (7, 1, 1024)])
 
 

@@ -22,8 +22,10 @@ needs_gpu = pytest.mark.skipif(
 SEEDS = st.integers(0, 2**31)
 TYPICAL = settings(deadline=None, max_examples=20)
 EPS, NORM_EPS, ITERATIONS = 1e-6, 1e-6, 20
-# The collapse is rounded to bf16 before its norm and after it, as the network does: each adds at most 2^-9.
-TOLERANCE = 4e-3
+# The collapse is rounded to bf16 before its norm and after it, as the network does: each adds at most 2^-8.
+TOLERANCE = 8e-3
+# One rounding.
+POST_TOLERANCE = 4e-3
 # Mixes are sums of bf16 times two bf16 terms of fn (16 bits) in fp32.
 MIX_TOLERANCE = 2e-4
 SIZES = st.one_of(
@@ -80,7 +82,7 @@ def test_post_equals_the_reference(rows: int, sizes: tuple[int, int], seed: int)
     comb = comb * torch.linspace(0.5, 2.0, comb.shape[1] ** 2, device="cuda").view(comb.shape[1:])
     found = hyper_connection_post(case.streams, case.output, post, comb)
     wanted = reference.hyper_connection_post(case.streams.double(), case.output.double(), post.double(), comb.double())
-    assert relative_error(found, wanted) < TOLERANCE
+    assert relative_error(found, wanted) < POST_TOLERANCE
 
 
 @needs_gpu

@@ -40,8 +40,14 @@ def random_table(sequences: tuple[tuple[int, ...], ...], seed: int, most: int) -
 
 
 def select(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: AttentionTable, rope: torch.Tensor, top_k: int,
-    fp8: bool, rows_at_a_time: int = 8,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    table: AttentionTable,
+    rope: torch.Tensor,
+    top_k: int,
+    fp8: bool,
+    rows_at_a_time: int = 8,
 ) -> torch.Tensor:
     """The kernel with few rows a round, its output and workspace poisoned before the launch."""
     load_kernels()
@@ -56,7 +62,13 @@ def select(
 
 
 def row_scores(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: AttentionTable, rope: torch.Tensor, row: int, fp8: bool
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    table: AttentionTable,
+    rope: torch.Tensor,
+    row: int,
+    fp8: bool,
 ) -> tuple[torch.Tensor, int]:
     """fp64 scores of one row over the entries of its sequence, -inf where invisible, and the first entry's pool row.
 

@@ -1,1 +1,1 @@
-"""CUDA kernels through torch.library: functions with the names and signatures of `ops/reference`. Importing loads nothing."""
+"""CUDA kernels through torch.library, named and called as `ops/reference` is. Importing loads nothing."""

@@ -19,6 +19,8 @@ class ReferenceOps:
 
     embed = staticmethod(projection.embed)
     linear = staticmethod(projection.linear)
+    split_heads = staticmethod(projection.split_heads)
+    first_rows = staticmethod(projection.first_rows)
     grouped_linear = staticmethod(projection.grouped_linear)
     restore_replace = staticmethod(projection.restore_replace)
     rms_norm = staticmethod(norms.rms_norm)

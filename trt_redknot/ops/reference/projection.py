@@ -10,6 +10,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
 
 
+def split_heads(x: torch.Tensor, *, dim: int) -> torch.Tensor:
+    # Spelt out: with no rows, or no heads, a size of -1 would be ambiguous.
+    return x.reshape(x.shape[0], x.shape[1] // dim, dim)
+
+
+def first_rows(x: torch.Tensor, count: int) -> torch.Tensor:
+    return x[:count]
+
+
 def embed(tokens_R: torch.Tensor, table_VM: torch.Tensor, *, streams: int) -> torch.Tensor:
     return table_VM[tokens_R].unsqueeze(1).repeat(1, streams, 1)
 

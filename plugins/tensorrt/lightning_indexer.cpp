@@ -1,0 +1,97 @@
+#include "kernels/indexer/lightning_indexer.h"
+
+#include <algorithm>
+
+#include "kinds.h"
+#include "refusal.h"
+#include "rows.h"
+
+namespace redknot::trt {
+namespace {
+
+constexpr int64_t kSegmentColumns = 5;  // trt_redknot/ops/tables.py
+constexpr int64_t kRopeChannels = 64;
+constexpr int64_t kLeastRows = 4;  // that the kernel scores at a time
+
+enum Input : size_t { kQuery, kWeights, kKeys, kSegments, kRowSegments, kPositions, kVisible, kRope };
+
+// q [R, heads, dim], weights [R, heads], keys [E, dim] or stored, the attention table, rope -> selected [R, top_k].
+class LightningIndexer final : public Operator {
+ public:
+  explicit LightningIndexer(Attributes const& attributes)
+      : top_k_(attributes.integer("top_k")),
+        rows_at_a_time_(attributes.integer("rows_at_a_time")),
+        packed_(attributes.flag("packed")),
+        fp8_(attributes.flag("fp8")) {
+    if (packed_ && !fp8_) {
+      throw Refusal("field 'fp8': expected 1 where 'packed' is 1, found 0");
+    }
+    RowFormat const format = packed_ ? RowFormat::kPackedRow : RowFormat::kBFloat16;
+    contract_.inputs = {tensor("q", kBFloat16, {size_of('R'), fixed(kIndexHeads), fixed(kIndexDim)}),
+                        tensor("weights", kBFloat16, {size_of('R'), fixed(kIndexHeads)}),
+                        stored_rows("keys", format, size_of('E'), kIndexDim, 0),
+                        tensor("segments", kInt64, {size_of('S'), fixed(kSegmentColumns)}),
+                        tensor("row_segments", kInt64, {size_of('R'), fixed(2)}),
+                        tensor("positions", kInt64, {size_of('R')}),
+                        tensor("visible", kInt64, {size_of('R')}),
+                        rope_table(kRopeChannels)};
+    if (packed_) {
+      contract_.inputs[kKeys].types.push_back(kUnsignedBytes);
+    }
+    contract_.outputs = {tensor("selected", kInt64, {size_of('R'), fixed(top_k_)})};
+  }
+
+  Contract const& contract() const override { return contract_; }
+
+  void check(Bindings const& sizes) const override {
+    if (sizes['R'] > INT32_MAX || sizes['S'] > INT32_MAX) {
+      throw Refusal("expected rows and segments below 2^31");
+    }
+  }
+
+  size_t workspace(Bindings const& most) const override {
+    int64_t const rows = std::max(kLeastRows, std::min(most['R'], rows_at_a_time_));
+    return static_cast<size_t>(lightning_indexer_workspace(most['E'], rows));
+  }
+
+  Status launch(Call const& call) const override {
+    LightningIndexerParams params{};
+    params.q = call.inputs[kQuery];
+    params.weights = call.inputs[kWeights];
+    params.keys = call.inputs[kKeys];
+    params.segments = call.input<int64_t>(kSegments);
+    params.row_segments = call.input<int64_t>(kRowSegments);
+    params.positions = call.input<int64_t>(kPositions);
+    params.visible = call.input<int64_t>(kVisible);
+    params.rope = call.input<float>(kRope);
+    params.selected = call.output<int64_t>(0);
+    params.workspace = call.workspace;
+    params.workspace_bytes = static_cast<int64_t>(workspace(call.sizes));
+    params.entries = call.sizes['E'];
+    params.rope_positions = call.sizes['T'];
+    params.rows = static_cast<int32_t>(call.sizes['R']);
+    params.segment_count = static_cast<int32_t>(call.sizes['S']);
+    params.top_k = static_cast<int32_t>(top_k_);
+    params.keys_dtype = packed_ ? Dtype::kPacked : Dtype::kBFloat16;
+    params.fp8 = fp8_;
+    return lightning_indexer(params, call.stream);
+  }
+
+ private:
+  int64_t top_k_;
+  int64_t rows_at_a_time_;
+  bool packed_;
+  bool fp8_;
+  Contract contract_;
+};
+
+}  // namespace
+
+OperatorKind const& lightning_indexer_kind() {
+  static FieldSpec const fields[] = {integer_field("top_k", 1, 1024), integer_field("rows_at_a_time", 4, 1 << 20, 1024),
+                                     integer_field("packed", 0, 1, 0), integer_field("fp8", 0, 1, 1)};
+  static OperatorKind const kind{"LightningIndexer", fields, make_operator<LightningIndexer>};
+  return kind;
+}
+
+}  // namespace redknot::trt

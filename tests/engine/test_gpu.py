@@ -1,0 +1,72 @@
+"""The same engines on a GPU: the references there answer like on the CPU, our kernels like the references."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.networks import NetworkOptions, build_engine, fp64, network, write_network
+from trt_redknot import Artifact, ArtifactStore, Engine, Request, Response, ReusePolicy, Tokens
+from trt_redknot.artifacts.formats import ArtifactFormat
+from trt_redknot.engine.build import BuildOptions
+from trt_redknot.ops.cuda.library import kernels_present
+from trt_redknot.ops.reference.backend import ReferenceOps
+from trt_redknot.reports.compare import kl_divergence
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU on this machine")
+
+POLICIES = (
+    None,
+    ReusePolicy(protect="all"),
+    ReusePolicy(boundary=8, tail=0, top_entries=4, budget=0.5),
+    ReusePolicy(boundary=8, tail=0, top_entries=4, budget=0.25, epilogue="active"),
+)
+
+
+def answers(engine: Engine, store: ArtifactStore, documents: list[list[int]], question: list[int]) -> list[Response]:
+    segments = [*(Artifact(engine.build_artifact(store, document)) for document in documents), Tokens(question)]
+    return [
+        engine.generate(Request(segments=segments, max_new_tokens=8, stop_tokens=[], reuse=policy), store=store)
+        for policy in POLICIES
+    ]
+
+
+def tokens(count: int) -> list[int]:
+    return [random.randrange(97) for _ in range(count)]
+
+
+def test_references_on_a_gpu_answer_like_on_the_cpu(tmp_path: Path) -> None:
+    checkpoint = write_network(network(NetworkOptions(kinds="schchchc", seed=random.randrange(2**31))), tmp_path / "net")
+    directory = build_engine(checkpoint, tmp_path / "engine", options=fp64())
+    documents, question = [tokens(n) for n in (128, 200, 90)], tokens(17)
+    on_cpu = answers(Engine.open(directory), ArtifactStore(tmp_path / "cpu"), documents, question)
+    on_gpu = answers(Engine.open(directory, device="cuda"), ArtifactStore(tmp_path / "gpu"), documents, question)
+    for cpu, gpu in zip(on_cpu, on_gpu, strict=True):
+        torch.testing.assert_close(gpu.first_logits.cpu(), cpu.first_logits, atol=1e-6, rtol=0)
+        assert gpu.tokens == cpu.tokens
+        assert gpu.report.rows == cpu.report.rows
+
+
+@pytest.mark.skipif(not kernels_present(), reason="the kernel library was not built (make plugins)")
+def test_kernels_answer_like_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The released head geometry, so that every kernel serves; bf16 on both sides, so rounding may decide near ties."""
+    options = NetworkOptions(
+        seed=random.randrange(2**31), kinds="schchc", groups=2, heads_per_group=8, hidden=256, head_dim=512, rope_dim=64,
+        hca=128, window=128, topk=64, index_heads=64, index_dim=128, experts=8, experts_per_token=6,
+    )  # fmt: skip
+    checkpoint = write_network(network(options), tmp_path / "net")
+    build = BuildOptions(dtype="bfloat16", artifact_format=ArtifactFormat.BFLOAT16, chunk_rows=512)
+    directory = build_engine(checkpoint, tmp_path / "engine", options=build)
+    documents, question = [tokens(n) for n in (1024, 900, 1300)], tokens(60)
+    kernels = answers(Engine.open(directory, device="cuda"), ArtifactStore(tmp_path / "kernels"), documents, question)
+    monkeypatch.setattr(
+        "trt_redknot.engine.loading.CudaOps", lambda collectives, geometry: ReferenceOps(collectives)
+    )
+    expected = answers(Engine.open(directory, device="cuda"), ArtifactStore(tmp_path / "refs"), documents, question)
+    for found, reference in zip(kernels, expected, strict=True):
+        assert found.first_logits.isfinite().all()
+        assert kl_divergence(reference.first_logits.cpu(), found.first_logits.cpu()) < 0.05
+        assert found.report.rows.total == reference.report.rows.total

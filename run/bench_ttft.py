@@ -1,6 +1,7 @@
 """Time to first token of both arms at released geometry, on one GPU that plays one rank of a tensor-parallel group.
 
-Weights and artifacts are random and lie in device memory (hot artifacts); collectives are device copies of the same size.
+Weights and artifacts are random and lie in device memory (hot artifacts); collectives are device copies of the same
+size.
 Both arms run the same engine over the same tokens, warmed up, in one process.
 """
 
@@ -75,15 +76,15 @@ def first_token(
         context, pool, state, tokens, documents, policy, Observation(fanout_layers=context.profile.reusable)
     ).run()
     last = int(np.flatnonzero(prefilled.rows.positions == length - 1)[0])
-    logits_of(
-        context.ops, context.collectives, geometry, shared, prefilled.streams, prefilled.rows, [last]
-    )[0].argmax().item()
+    logits_of(context.ops, context.collectives, geometry, shared, prefilled.streams, prefilled.rows, [last])[
+        0
+    ].argmax().item()
     return time.perf_counter() - started, prefilled
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--geometry", "name", type=click.Choice(["flash", "pro"]), default="flash", show_default=True)
-@click.option("--tp", type=click.IntRange(1), default=8, show_default=True, help="Ranks of the group this GPU is one of.")
+@click.option("--tp", type=click.IntRange(1), default=8, show_default=True, help="Ranks of the group.")
 @click.option("--layers", type=click.IntRange(7), help="Only so many layers (fences kept), where memory is short.")
 @click.option("--length", "lengths", type=click.IntRange(1024), multiple=True, default=(65536,), show_default=True)
 @click.option("--documents", type=click.IntRange(1), default=8, show_default=True)

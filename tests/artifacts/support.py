@@ -228,6 +228,18 @@ class FailingFiles(Files):
         self._count()
         super().rename(source, target)
 
+    def touch(self, fd: int, at_ns: int) -> None:
+        self._count()
+        super().touch(fd, at_ns)
+
+    def remove(self, path: Path) -> None:
+        self._count()
+        super().remove(path)
+
+    def remove_folder(self, path: Path) -> None:
+        self._count()
+        super().remove_folder(path)
+
     def remove_tree(self, path: Path) -> None:
         self._count()
         super().remove_tree(path)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.artifacts.process_ranks import kill_ranks
 from tests.artifacts.processes import Child
 from tests.artifacts.support import MOST_CHANGES, KillingFiles, build_artifact, check_store
 from trt_redknot.artifacts import ArtifactStore
@@ -20,6 +21,7 @@ from trt_redknot.collectives import LocalCollectives
 LOCAL = LocalCollectives()
 OLD, NEW = [1] * 21, [2] * 21
 RANDOM_KILLS = 24
+RANK_KILLS = 24
 
 
 @pytest.fixture(autouse=True)
@@ -89,3 +91,26 @@ def test_builds_killed_at_random_instants(tmp_path: Path) -> None:
         survived += child.wait() == 0
         assert check_store(tmp_path, kept) == {kept, published}
     assert survived < RANDOM_KILLS
+
+
+def test_gc_pins_and_quotas_killed_at_any_change_of_the_disk(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    kept = build_artifact(store, OLD, LOCAL)
+
+    def work(files: Files) -> None:
+        victim = ArtifactStore(tmp_path, files=files)
+        build_artifact(store, OLD, LOCAL, rebuild=True)
+        victim.set_quota(10**9)
+        victim.pin(kept)
+        victim.unpin(kept)
+        victim.gc()
+        victim.set_quota(None)
+
+    assert kill_at_every_change(tmp_path, work, kept) > 8
+    assert store.stat().capacity_bytes is None
+
+
+def test_any_rank_of_a_build_killed_at_a_random_change(tmp_path: Path) -> None:
+    tally = kill_ranks(tmp_path / "store", trials=RANK_KILLS, seed=random.randrange(2**31))
+    assert tally.trials == RANK_KILLS
+    assert tally.killed > 0

@@ -309,7 +309,7 @@ def test_generate_refuses_bad_requests(world: World, run: Callable[..., Outcome]
         ({"edits": {"7": 1}}, "found 7"),
         ({"edits": {"0": 97}}, "97"),
         ({"tokens": [97]}, "97"),
-        ({"tokens": []}, "token"),
+        ({"tokens": []}, "no tokens"),
     ],
 )
 def test_generate_refuses_bad_documents(
@@ -403,15 +403,15 @@ def test_artifacts_build_builds(world: World, run: Callable[..., Outcome], tmp_p
 DOCUMENTS: dict[str, tuple[str, bytes, list[str]]] = {
     "text without a tokenizer": ("a.txt", b"hello", ["no tokenizer", "token ids instead"]),
     "unknown kind": ("a.pdf", b"hello", ["unknown kind", "found .pdf"]),
-    "not UTF-8": ("a.json", b"\xff\xfe", ["not UTF-8"]),
-    "not JSON": ("a.json", b"[1,", ["not JSON"]),
-    "not a list": ("a.json", b'{"a": 1}', ["JSON list of integers"]),
-    "not integers": ("a.json", b"[1, 2.5]", ["JSON list of integers"]),
-    "empty": ("a.json", b"[]", ["empty", "at least one token"]),
-    "token outside": ("a.json", b"[1, 97]", ["vocabulary", "97"]),
-    "token huge": ("a.json", b"[1" + b"0" * 30 + b"]", ["token"]),
-    "too long": ("a.json", json.dumps([1] * 61).encode(), ["too long", "at most 60", "found 61"]),
-    "deep": ("a.json", b"[" * 100_000, ["not JSON"]),
+    "not UTF-8": ("a.json", b"\xff\xfe", ["not UTF-8", "a.json"]),
+    "not JSON": ("a.json", b"[1,", ["not JSON", "a.json"]),
+    "not a list": ("a.json", b'{"a": 1}', ["JSON list of integers", "a.json"]),
+    "not integers": ("a.json", b"[1, 2.5]", ["JSON list of integers", "a.json"]),
+    "empty": ("a.json", b"[]", ["a.json", "empty", "at least one token"]),
+    "token outside": ("a.json", b"[1, 97]", ["a.json", "vocabulary", "found 97 at position 1"]),
+    "token huge": ("a.json", b"[1" + b"0" * 30 + b"]", ["a.json is not a list of token ids"]),
+    "too long": ("a.json", json.dumps([1] * 61).encode(), ["a.json is too long", "at most 60", "found 61"]),
+    "deep": ("a.json", b"[" * 100_000, ["not JSON", "a.json"]),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,9 @@ def test_all_ranks_fall_back_alike(tmp_path: Path, checkpoints: tuple[str, str],
     for content in ranks:
         assert content["clean"] == ["reuse", None]
         assert content["omitted"] > 0
+        assert content["opened"] == ranks[0]["opened"]
+        assert "the ranks opened different engines" in content["opened"]["another engine"]
+        assert re.search(r"rank \d: a file of the engine has another size", content["opened"]["damaged engine"])
     for name, case in CASES.items():
         seen = [content["cases"][name] for content in ranks]
         where = f"{name}, seed {seed}: {seen}"

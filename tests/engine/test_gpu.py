@@ -39,7 +39,9 @@ def tokens(count: int) -> list[int]:
 
 
 def test_references_on_a_gpu_answer_like_on_the_cpu(tmp_path: Path) -> None:
-    checkpoint = write_network(network(NetworkOptions(kinds="schchchc", seed=random.randrange(2**31))), tmp_path / "net")
+    checkpoint = write_network(
+        network(NetworkOptions(kinds="schchchc", seed=random.randrange(2**31))), tmp_path / "net"
+    )
     directory = build_engine(checkpoint, tmp_path / "engine", options=fp64())
     documents, question = [tokens(n) for n in (128, 200, 90)], tokens(17)
     on_cpu = answers(Engine.open(directory), ArtifactStore(tmp_path / "cpu"), documents, question)
@@ -52,7 +54,8 @@ def test_references_on_a_gpu_answer_like_on_the_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not kernels_present(), reason="the kernel library was not built (make plugins)")
 def test_kernels_answer_like_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The released head geometry, so that every kernel serves; bf16 on both sides, so rounding may decide near ties."""
+    """The released head geometry, so that every kernel serves. In bf16 a random network routes near ties as rounding
+    has it, so the kernels are held to what the references lose in bf16 against an fp32 engine."""
     options = NetworkOptions(
         seed=random.randrange(2**31), kinds="schchc", groups=2, heads_per_group=8, hidden=256, head_dim=512, rope_dim=64,
         hca=128, window=128, topk=64, index_heads=64, index_dim=128, experts=8, experts_per_token=6,
@@ -62,11 +65,15 @@ def test_kernels_answer_like_the_references(tmp_path: Path, monkeypatch: pytest.
     directory = build_engine(checkpoint, tmp_path / "engine", options=build)
     documents, question = [tokens(n) for n in (1024, 900, 1300)], tokens(60)
     kernels = answers(Engine.open(directory, device="cuda"), ArtifactStore(tmp_path / "kernels"), documents, question)
-    monkeypatch.setattr(
-        "trt_redknot.engine.loading.CudaOps", lambda collectives, geometry: ReferenceOps(collectives)
-    )
-    expected = answers(Engine.open(directory, device="cuda"), ArtifactStore(tmp_path / "refs"), documents, question)
-    for found, reference in zip(kernels, expected, strict=True):
-        assert found.first_logits.isfinite().all()
-        assert kl_divergence(reference.first_logits.cpu(), found.first_logits.cpu()) < 0.05
-        assert found.report.rows.total == reference.report.rows.total
+    monkeypatch.setattr("trt_redknot.engine.loading.CudaOps", lambda collectives, geometry: ReferenceOps(collectives))
+    narrow = answers(Engine.open(directory, device="cuda"), ArtifactStore(tmp_path / "refs"), documents, question)
+    wide = build_engine(checkpoint, tmp_path / "wide", options=BuildOptions(chunk_rows=512))
+    exact = answers(Engine.open(wide, device="cuda"), ArtifactStore(tmp_path / "exact"), documents, question)
+
+    def lost(responses: list[Response]) -> float:
+        pairs = zip(exact, responses, strict=True)
+        return sum(kl_divergence(a.first_logits.cpu(), b.first_logits.cpu()) for a, b in pairs) / len(exact)
+
+    assert all(response.first_logits.isfinite().all() for response in kernels)
+    assert [r.report.rows.total for r in kernels] == [r.report.rows.total for r in exact]
+    assert lost(kernels) < 2 * lost(narrow) + 0.03, f"kernels {lost(kernels)}, references in bf16 {lost(narrow)}"

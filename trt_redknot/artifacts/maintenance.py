@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from trt_redknot.artifacts.capacity import Orphans, collect_orphans, reserved_by
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.files import real_folders, tree_bytes, write_file
 from trt_redknot.artifacts.folder import PIN_FILE, Published, StoreFolder
+from trt_redknot.artifacts.layout import LEASE_LOCK
+from trt_redknot.artifacts.locks import is_at, try_lock_path
 from trt_redknot.artifacts.quota import effective_capacity, write_quota
 from trt_redknot.artifacts.records import Collected, Listed, StoreStatus, Verdict
 from trt_redknot.artifacts.verification import faults_of
@@ -48,14 +51,16 @@ class Maintenance:
     def verify(self, artifact_id: str | None = None, *, quarantine: bool = True) -> list[Verdict]:
         """Compare every file of the published generations with their certificates, always reading all of them.
 
-        Corrupt generations are moved into quarantine unless they are leased or `quarantine` is off.
+        Corrupt generations are moved into quarantine unless they are leased or `quarantine` is off. What is being read
+        is leased; what somebody removes meanwhile has no verdict.
         """
         with _as_store_error(self._folder.root):
             ids = self._folder.artifact_ids() if artifact_id is None else [artifact_id]
             published = [found for each in ids for found in self._folder.published(each, certified=False)]
             if artifact_id is not None and not published:
                 raise self._missing(artifact_id)
-            return [self._verdict(found, quarantine) for found in published]
+            verdicts = (self._verdict(found, quarantine) for found in published)
+            return [verdict for verdict in verdicts if verdict is not None]
 
     def quarantine(self, artifact_id: str, generation: int, reason: str) -> Path | None:
         """Move one generation out of the way; None where it is leased or not there (any more)."""
@@ -214,8 +219,17 @@ class Maintenance:
         lock.close()
         return False
 
-    def _verdict(self, found: Published, quarantine: bool) -> Verdict:
-        faults = tuple(faults_of(self._folder, found))
+    def _verdict(self, found: Published, quarantine: bool) -> Verdict | None:
+        with contextlib.ExitStack() as held:
+            path = found.path / LEASE_LOCK
+            # Without a lock file it is corrupt, and nobody can remove it in the ordinary way while it is read.
+            with contextlib.suppress(OSError):
+                lock = try_lock_path(path, exclusive=False)
+                if lock is None or not is_at(path, held.enter_context(lock).fd):
+                    return None
+            if not os.path.lexists(found.path):
+                return None
+            faults = tuple(faults_of(self._folder, found))
         place = self._folder.set_aside(found, "; ".join(faults)) if faults and quarantine else None
         return Verdict(
             artifact_id=found.artifact_id,

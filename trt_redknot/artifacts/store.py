@@ -25,7 +25,7 @@ from trt_redknot.collectives.base import Collectives
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.digests import digest_tokens
-from trt_redknot.errors import StoreError
+from trt_redknot.errors import RequestError, StoreError
 from trt_redknot.observability.events import Lookup, Purpose, StoreEvents
 from trt_redknot.observability.logs import StoreLog
 

@@ -28,7 +28,7 @@ several ranks or development need.
 @click.option(
     "--store",
     type=click.Path(path_type=Path),
-    help="Artifact store whose folder, locks and content are checked as well.",
+    help="Artifact store whose folder, locks and content are checked too.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 def doctor(store: Path | None, as_json: bool) -> None:

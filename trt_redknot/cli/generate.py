@@ -55,11 +55,12 @@ The format of a request file is in docs/requests.md.
             )
         response = engine.generate(request, store=ArtifactStore(store_dir, namespace=namespace))
         text = _text(engine_dir, response)
-        if json_file is not None and engine.collectives.rank == 0:
-            _write(json_file, {**response.to_json(), "text": text})
+        # Shown first: an answer that cannot be written is not lost.
         out.show(arms_table([response]))
         if text is not None:
             out.show(text)
+        if json_file is not None and engine.collectives.rank == 0:
+            _write(json_file, {**response.to_json(), "text": text})
 
     return command
 
@@ -77,4 +78,7 @@ def _write(path: Path, value: object) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise RequestError(f"the response cannot be written: {error.strerror or error}", path=path) from error
+        raise RequestError(
+            f"the response cannot be written: {error.strerror or error}", path=path,
+            remedy="Name a file in a folder that you may write to.",
+        ) from error  # fmt: skip

@@ -4,6 +4,7 @@ again."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +25,22 @@ class ArtifactReader(Protocol):
     def tensor(self, part: Part, layer: int | None, *, dtype: torch.dtype) -> torch.Tensor: ...
 
     def rows(self, part: Part, layer: int | None, index: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """Raw rows from artifacts that a row set may pool. Found once a row set, used in every layer."""
+
+    extras: tuple[ExtraRow, ...]
+    pieces: tuple[tuple[ArtifactReader, torch.Tensor], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restoration:
+    """Cached rows to fetch and the places they go to, by artifact. Found once a chunk, used in every layer."""
+
+    rows: int
+    pieces: tuple[tuple[ArtifactReader, torch.Tensor, torch.Tensor], ...]
 
 
 class Documents:
@@ -56,10 +73,8 @@ class Documents:
         self.loaded_bytes += values.numel() * values.element_size()
         return values
 
-    def _read_rows(
-        self, reader: ArtifactReader, part: Part, layer: int | None, rows: NDArray[np.int64]
-    ) -> torch.Tensor:
-        values = reader.rows(part, layer, torch.from_numpy(rows), dtype=self._dtype).to(self._device)
+    def _read_rows(self, reader: ArtifactReader, part: Part, layer: int | None, rows: torch.Tensor) -> torch.Tensor:
+        values = reader.rows(part, layer, rows, dtype=self._dtype).to(self._device)
         self.loaded_bytes += values.numel() * values.element_size()
         return values
 
@@ -81,42 +96,42 @@ class Documents:
                 if target is not None:
                     target[rows] = self._read(reader, part, layer)
 
-    def boundary_rows(self, rows: RowSet) -> list[ExtraRow]:
+    def boundary(self, rows: RowSet) -> Boundary:
         """Last rows of documents that do not run with `rows`; their raw projections are in the artifact."""
-        return [
-            ExtraRow(sequence=0, position=segment.start + row, exact=segment.kind is SegmentKind.PREFIX)
-            for segment, _, boundary in self._idle_boundaries(rows)
-            for row in boundary
-        ]
-
-    def boundary_raw(self, layer: int, rows: RowSet) -> list[torch.Tensor]:
-        """Their raw rows in `layer`, in the same order, one tensor per raw projection."""
-        widths = raw_widths(self._geometry, layer)
-        if self._geometry.attention_kinds[layer] is not AttentionKind.CSA:
-            return [torch.empty((0, width), dtype=self._dtype, device=self._device) for width in widths]
-        parts = [torch.empty((0, sum(widths)), dtype=self._dtype, device=self._device)]
-        for segment, reader, boundary in self._idle_boundaries(rows):
-            kept = min(segment.length, self._geometry.csa_ratio)
-            parts.append(self._read_rows(reader, Part.BOUNDARY, layer, boundary - (segment.length - kept)))
-        return list(torch.cat(parts).split(widths, dim=1))
-
-    def _idle_boundaries(self, rows: RowSet) -> list[tuple[Segment, ArtifactReader, NDArray[np.int64]]]:
-        found = []
+        pieces, extras = [], []
         for segment, reader in self._documents:
             last = np.arange(max(0, segment.length - self._geometry.csa_ratio), segment.length)
             idle = last[~np.isin(segment.start + last, rows.positions)]
             if idle.size:
-                found.append((segment, reader, idle))
-        return found
+                pieces.append((reader, torch.from_numpy(idle - last[0]).to(self._device)))
+                exact = segment.kind is SegmentKind.PREFIX
+                extras += [ExtraRow(sequence=0, position=segment.start + int(row), exact=exact) for row in idle]
+        return Boundary(extras=tuple(extras), pieces=tuple(pieces))
 
-    def restore_local(self, layer: int, positions: NDArray[np.int64]) -> torch.Tensor:
-        """Cached Local contributions of rows at these request positions, in order: [rows, G * C of this rank]."""
-        restored = torch.empty((len(positions), self._local_width), dtype=self._dtype, device=self._device)
+    def boundary_raw(self, layer: int, boundary: Boundary) -> list[torch.Tensor]:
+        """Raw rows of `boundary` in `layer`, in its order, one tensor per raw projection."""
+        widths = raw_widths(self._geometry, layer)
+        if self._geometry.attention_kinds[layer] is not AttentionKind.CSA:
+            return [torch.empty((0, width), dtype=self._dtype, device=self._device) for width in widths]
+        parts = [torch.empty((0, sum(widths)), dtype=self._dtype, device=self._device)]
+        parts += [self._read_rows(reader, Part.BOUNDARY, layer, index) for reader, index in boundary.pieces]
+        return list(torch.cat(parts).split(widths, dim=1))
+
+    def restoration(self, positions: NDArray[np.int64]) -> Restoration:
+        """Where the cached Local contributions of rows at these request positions are."""
+        pieces = []
         for segment, reader in self._documents:
             inside = np.flatnonzero((positions >= segment.start) & (positions < segment.stop))
             if inside.size:
-                rows = positions[inside] - segment.start
-                restored[torch.from_numpy(inside).to(self._device)] = self._read_rows(reader, Part.LOCAL, layer, rows)
+                rows = torch.from_numpy(positions[inside] - segment.start).to(self._device)
+                pieces.append((reader, rows, torch.from_numpy(inside).to(self._device)))
+        return Restoration(rows=len(positions), pieces=tuple(pieces))
+
+    def restore_local(self, layer: int, restoration: Restoration) -> torch.Tensor:
+        """Cached Local contributions of the rows, in their order: [rows, G * C of this rank]."""
+        restored = torch.empty((restoration.rows, self._local_width), dtype=self._dtype, device=self._device)
+        for reader, rows, places in restoration.pieces:
+            restored[places] = self._read_rows(reader, Part.LOCAL, layer, rows)
         return restored
 
     def fill_streams(self, streams: torch.Tensor, positions: NDArray[np.int64]) -> torch.Tensor:
@@ -124,7 +139,7 @@ class Documents:
         for segment, reader in self._documents:
             inside = np.flatnonzero((positions >= segment.start) & (positions < segment.stop))
             if inside.size:
-                rows = positions[inside] - segment.start
+                rows = torch.from_numpy(positions[inside] - segment.start)
                 streams[torch.from_numpy(inside).to(streams.device)] = self._read_rows(reader, Part.STREAMS, None, rows)
         return streams
 

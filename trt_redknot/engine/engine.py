@@ -101,9 +101,11 @@ class Engine:
         digests = agree(collectives, None if loaded is None else loaded.manifest.digest, failure)
         assert loaded is not None
         if len(set(digests)) > 1:
+            differing = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             raise EngineError(
-                "the ranks opened different engines", expected=digests[0], found=sorted(set(map(str, digests))),
-                path=engine_dir, remedy="Give every rank the same engine directory, or a copy of it.",
+                "the ranks opened different engines", expected=f"manifest {digests[0]} as on rank 0",
+                found=f"{digests[differing]} on rank {differing}",
+                remedy="Give every rank the same engine directory, or a copy of it.",
             )  # fmt: skip
         return cls(loaded.manifest, loaded.geometry, loaded.layers, loaded.shared, collectives, loaded.device)
 

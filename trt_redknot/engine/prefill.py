@@ -160,7 +160,11 @@ class Prefill:
         context, documents = self._context, self._documents
         ratio = context.geometry.csa_ratio
         idle = rows.rows < self._state.length
-        extras = {ratio: documents.boundary_rows(rows)} if idle and self._has_csa else {}
+        boundary = documents.boundary(rows)
+        restorations = {
+            chunk.rows.start: documents.restoration(rows.positions[chunk.rows][rows.full_in(chunk) :])
+            for chunk in rows.chunks
+        }
         starts = np.array([segment.start for segment in self._state.segments])
         frames = rows.positions - starts[np.searchsorted(starts, rows.positions, side="right") - 1]
         device = context.device
@@ -169,12 +173,12 @@ class Prefill:
             tokens=torch.from_numpy(self._tokens[rows.positions]).to(device),
             frames=torch.from_numpy(frames).to(device),
             pool_rows=torch.from_numpy(rows.positions + self._state.latent_offset).to(device),
-            tables=ratio_tables(context.geometry, [self._state], rows, extras, device),
-            extra_raw=(lambda layer: documents.boundary_raw(layer, rows)) if idle else no_extra_raw(self._pool),
+            tables=ratio_tables(context.geometry, [self._state], rows, {ratio: boundary.extras}, device),
+            extra_raw=(lambda layer: documents.boundary_raw(layer, boundary)) if idle else no_extra_raw(self._pool),
             restore=(
                 no_restore(context.local_width, context.dtype, device)
                 if rows.full_rows == rows.rows
-                else lambda layer, chosen: documents.restore_local(layer, rows.positions[chosen])
+                else lambda layer, chunk: documents.restore_local(layer, restorations[chunk.rows.start])
             ),
         )
 

@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 from trt_redknot.engine.pool import CachePool
-from trt_redknot.engine.rowset import RowSet
+from trt_redknot.engine.rowset import Chunk, RowSet
 from trt_redknot.engine.tables import RatioTables
 
 # (layer) -> raw rows that do not run, one tensor per raw projection of the layer.
 ExtraRaw = Callable[[int], Sequence[torch.Tensor]]
-# (layer, rows of the row set that take it) -> Local contributions [rows, G * C of this rank].
-Restore = Callable[[int, NDArray[np.int64]], torch.Tensor]
+# (layer, chunk) -> Local contributions of the chunk's rows that do not run all heads: [rows, G * C of this rank].
+Restore = Callable[[int, Chunk], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,5 @@ def no_extra_raw(pool: CachePool) -> ExtraRaw:
 
 def no_restore(width: int, dtype: torch.dtype, device: torch.device) -> Restore:
     """For steps in which every row runs all heads."""
-
-    def restore(layer: int, rows: NDArray[np.int64]) -> torch.Tensor:
-        assert rows.size == 0, f"layer {layer}: {rows.size} rows need an artifact in a step without one"
-        return torch.empty((0, width), dtype=dtype, device=device)
-
-    return restore
+    nothing = torch.empty((0, width), dtype=dtype, device=device)
+    return lambda layer, chunk: nothing

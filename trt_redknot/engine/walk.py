@@ -59,7 +59,9 @@ class LayerWalk:
                 step.tokens[chunk.own_rows], chunk.counts,
             )  # fmt: skip
             if layer in observe.fanout_layers and spec.router is RouterKind.LEARNED:
-                counts = torch.bincount((ids >= 0).sum(1), minlength=self._geometry.experts_per_token + 1)
+                # Not bincount: on a GPU it waits for the largest value.
+                fanouts = torch.arange(self._geometry.experts_per_token + 1, device=ids.device)
+                counts = ((ids >= 0).sum(1, keepdim=True) == fanouts).sum(0)
                 observe.fanout = counts if observe.fanout is None else observe.fanout + counts
         return outputs
 
@@ -104,7 +106,8 @@ class LayerWalk:
                 ops, spec, weights, own, index_keys, tables.attention.rows(chunk.own_rows), rope, chunk.counts
             )
         full = step.rows.full_in(chunk)
-        restored = step.restore(layer, np.arange(chunk.rows.start + full, chunk.rows.stop))
+        restored = step.restore(layer, chunk)
+        assert restored.shape[0] == chunk.rows.stop - chunk.rows.start - full
         tap = observe.local.setdefault(layer, []).append if layer in observe.keep_local else None
         partial: torch.Tensor = model.attend(
             ops,

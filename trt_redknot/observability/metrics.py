@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -106,7 +107,8 @@ class StoreMetrics:
             beside.write_text(self.text(), encoding="utf-8")
             beside.replace(target)
         except OSError as error:
-            beside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
             raise StoreError(f"the metrics cannot be written: {error.strerror or error}", path=target) from error
 
 

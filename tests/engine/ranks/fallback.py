@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from tests.engine.ranks.damage import CASES, DEADLINE_S, Case, Scene
+from tests.engine.ranks.damage import CASES, DEADLINE_S, Case, Scene, cut
 from tests.engine.ranks.job import make_engine, read_task
 from tests.engine.ranks.scenario import build_documents
 from trt_redknot import Artifact, ArtifactStore, Engine, Request, Response, ReusePolicy, Tokens
 from trt_redknot.artifacts.files import Files
 from trt_redknot.config.profile import SplitProfile
+from trt_redknot.errors import EngineError
 
 POLICY = {"boundary": 2, "tail": 4, "top_entries": 2, "budget": 0.2}
 CHUNK_ROWS = 1000
@@ -112,6 +113,21 @@ class Job:
             "after": [after.arm, after.fallback_reason],
         }
 
+    def try_to_open(self, case: str) -> str:
+        """What this rank is told where one random rank opens another or a damaged copy of the engine."""
+        odd = random.Random(f"{self.task['seed']} {case}").randrange(self.world.Get_size())
+        directory = self.folder / "engine"
+        if self.rank == odd and case == "another engine":
+            directory = self.folder / "other"
+        elif self.rank == odd:
+            directory = self.copy("engine", "damaged")
+            cut(directory / f"rank-{odd:04d}" / "shared.safetensors", random.Random(self.task["seed"]))
+        try:
+            Engine.open(directory, self.world)
+        except EngineError as error:
+            return str(error)
+        return "opened"
+
 
 def run(folder: Path) -> None:
     torch.set_num_threads(1)
@@ -120,6 +136,7 @@ def run(folder: Path) -> None:
     clean = job.ask(ArtifactStore(job.clean), policy=ReusePolicy(**POLICY, deadline_s=60.0)).report
     seen = {name: job.try_case(name, case, wanted) for name, case in CASES.items()}
     content = {"clean": [clean.arm, clean.fallback_reason], "omitted": clean.rows.omitted, "cases": seen}
+    content["opened"] = {case: job.try_to_open(case) for case in ("another engine", "damaged engine")}
     (folder / f"rank-{job.rank}.json").write_text(json.dumps(content), encoding="utf-8")
 
 

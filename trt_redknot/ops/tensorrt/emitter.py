@@ -198,10 +198,11 @@ class EmitterOps(NativeOps):
         *,
         top_k: int,
     ) -> NetworkTensor:
+        _serves("lightning_indexer", heads=(q_RHI.fixed(1), 64), index_dim=(q_RHI.fixed(2), 128))
         (selected,) = self._call(
             "lightning_indexer", "LightningIndexer",
             {"top_k": top_k, "packed": int(keys_EI.type is ElementType.INT8)},
-            {"q": q_RHI, "weights": weights_RH, **_table_inputs(table), "rope": rope, "keys": keys_EI},
+            {"q": q_RHI, "weights": weights_RH, "keys": keys_EI, **_table_inputs(table), "rope": rope},
             selected=(ElementType.INT64, (q_RHI.shape[0], top_k)),
         )  # fmt: skip
         return selected
@@ -224,6 +225,7 @@ class EmitterOps(NativeOps):
         *,
         window: int,
     ) -> tuple[NetworkTensor, NetworkTensor]:
+        _serves("seg_latent_attention", head_dim=(q_global.fixed(2), 512), rope_dim=(self._rope_dim, 64))
         inputs = {
             "q_global": q_global, "q_local": q_local, **_table_inputs(table), "sinks_global": sinks_global,
             "sinks_local": sinks_local, "rope": rope, "latents": latents,
@@ -357,6 +359,17 @@ def _table_inputs(table: AttentionTable) -> dict[str, NetworkTensor]:
 
 def _routes(rows: int | Size, top_k: int) -> dict[str, tuple[ElementType, Shape]]:
     return {"ids": (ElementType.INT64, (rows, top_k)), "weights": (ElementType.FLOAT32, (rows, top_k))}
+
+
+def _serves(op: str, **sizes: tuple[int, int]) -> None:
+    """Raise EngineError unless each size is the one that the op's kernel was written for."""
+    if any(found != served for found, served in sizes.values()):
+        raise EngineError(
+            f"op {op!r} has no implementation in the tensorrt backend for this geometry",
+            expected=", ".join(f"{name} {served}" for name, (_, served) in sizes.items()),
+            found=", ".join(f"{name} {found}" for name, (found, _) in sizes.items()),
+            remedy="Build with --backend torch, which serves every geometry.",
+        )
 
 
 def _times(rows: int | Size, factor: int) -> int | Size:

@@ -44,7 +44,9 @@ class NetworkWriter:
         dims = self.module.Dims(list(network_dims(shape)))
         tensor = self.network.add_input(name, type_.of(self.module), dims)
         if tensor is None:
-            raise EngineError("TensorRT refused an input of the network", found=f"{name} {type_} {list(map(str, shape))}")
+            raise EngineError(
+                "TensorRT refused an input of the network", found=f"{name} {type_} {list(map(str, shape))}"
+            )
         return NetworkTensor(tensor=tensor, type=type_, shape=shape)
 
     def output(self, name: str, value: NetworkTensor) -> None:

@@ -8,10 +8,10 @@ import click
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benches.synthetic import DeviceArtifact, rank_context
-from run.bench_ttft import first_token, segment_table
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.config.released import released_geometry
+from trt_redknot.evaluation.standin import DeviceArtifact, rank_context
+from trt_redknot.evaluation.ttft import first_token, segment_table
 
 
 @click.command()

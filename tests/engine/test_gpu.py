@@ -57,8 +57,8 @@ def test_kernels_answer_like_the_references(tmp_path: Path, monkeypatch: pytest.
     """The released head geometry, so that every kernel serves. In bf16 a random network routes near ties as rounding
     has it, so the kernels are held to what the references lose in bf16 against an fp32 engine."""
     options = NetworkOptions(
-        seed=random.randrange(2**31), kinds="schchc", groups=2, heads_per_group=8, hidden=256, head_dim=512, rope_dim=64,
-        hca=128, window=128, topk=64, index_heads=64, index_dim=128, experts=8, experts_per_token=6,
+        seed=random.randrange(2**31), kinds="schchc", groups=2, heads_per_group=8, hidden=256, head_dim=512,
+        rope_dim=64,        hca=128, window=128, topk=64, index_heads=64, index_dim=128, experts=8, experts_per_token=6,
     )  # fmt: skip
     checkpoint = write_network(network(options), tmp_path / "net")
     build = BuildOptions(dtype="bfloat16", artifact_format=ArtifactFormat.BFLOAT16, chunk_rows=512)

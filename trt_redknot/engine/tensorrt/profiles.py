@@ -1,4 +1,4 @@
-"""Optimization profiles: the ranges of every size that changes from call to call, for prefill chunks and for decoding."""
+"""Optimization profiles: ranges of every size that changes from call to call, for prefill chunks and for decoding."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The stages of a layer as functions from named tensors to named tensors, over any backend of the ops.
 
-Each stage is one plan of the tensorrt backend. The same function run with another backend is what a plan is held against.
+Each stage is one plan of the tensorrt backend. The same function run with another backend says what a plan must give.
 """
 
 from __future__ import annotations

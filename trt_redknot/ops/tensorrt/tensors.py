@@ -1,4 +1,4 @@
-"""What the emitted network computes with: a network tensor, its element type, and sizes that change from call to call."""
+"""What the emitted network computes with: a network tensor, its element type, sizes that change from call to call."""
 
 from __future__ import annotations
 

@@ -100,12 +100,10 @@ def random_tensor(spec: TensorSpec, rank: int, size: int, experts: int, device: 
     shape = spec.local_shape(rank, size)
     if spec.storage is Storage.TABLE:
         return torch.randint(0, experts, shape, dtype=torch.int32, device=device)
-    if spec.storage is Storage.EXACT:
-        plain = torch.ones if spec.name.endswith("norm") else torch.zeros
-        if spec.name.endswith(".fn"):
-            return torch.randn(shape, device=device) * shape[-1] ** -0.5
-        return plain(shape, device=device)
-    return torch.randn(shape, dtype=torch.bfloat16, device=device) * shape[-1] ** -0.5
+    if spec.storage is Storage.EXACT and not spec.name.endswith(".fn"):
+        return torch.full(shape, float(spec.name.endswith("norm")), device=device)
+    dtype = torch.float32 if spec.storage is Storage.EXACT else torch.bfloat16
+    return torch.randn(shape, dtype=dtype, device=device).mul_(shape[-1] ** -0.5)
 
 
 def rank_context(

@@ -149,6 +149,28 @@ def _expert_lines(line: Callable[..., Line], device: str) -> Iterator[Line]:
     )  # fmt: skip
 
 
+def grouped_gemm_lines(device: str = "cuda") -> Iterator[str]:
+    """The FP8 grouped GEMM (quantisation included) against a plain FP8 product of the same run."""
+    a = torch.randn((8192, 4096), device=device).to(torch.float8_e4m3fn)
+    b = torch.randn((4096, 4096), device=device).to(torch.float8_e4m3fn).t()
+    one = torch.ones((), device=device)
+    plain = median_ms(lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16))
+    ceiling = 2 * 8192 * 4096 * 4096 / (plain * 1e-3)
+    yield f"fp8 product 8192 x 4096 x 4096: {ceiling / 1e12:.0f} TFLOP/s"
+    for depth, width in ((4096, 4096), (2048, 4096)):
+        weight, scale = moe.quantise_weight(torch.randn((32, width, depth), device=device))
+        for rows in (12288, 98304):
+            ends = torch.arange(1, 33, device=device).int() * (rows // 32)
+            x = torch.randn((rows, depth), device=device).bfloat16()
+            call = captured(lambda x=x, ends=ends, w=weight, s=scale: moe.grouped_gemm_fp8(x, ends, w, s))
+            ms = median_ms(call)
+            rate = 2 * rows * depth * width / (ms * 1e-3)
+            yield (
+                f"moe_grouped_gemm 32 experts, {rows} x {depth} x {width}: {ms * 1e3:.1f} us, "
+                f"{rate / 1e12:.0f} TFLOP/s, {rate / ceiling:.1%} of the product"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the lines here too")
@@ -159,6 +181,8 @@ def main() -> None:
     for line in elementwise_lines(bandwidth):
         lines.append(line)
         print(f"{line.op:28} {line.shape:28} {line.ms * 1e3:9.1f} us {line.of_copy:7.1%} of copy", flush=True)
+    for text in grouped_gemm_lines():
+        print(text, flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps({"copy": bandwidth, "lines": [asdict(line) for line in lines]}, indent=1))
 

@@ -28,7 +28,7 @@ def main(length: int, documents: int, output: Path) -> None:
     artifacts = {
         index: DeviceArtifact(geometry, size, context.local_width, context.dtype, device) for index in range(documents)
     }
-    for arm, policy in (("recompute", None), ("active", ReusePolicy(epilogue="active"))):
+    for arm, policy in (("active", ReusePolicy(epilogue="active")), ("recompute", None)):
         segments = segment_table(length, documents, reuse=policy is not None)
         held = artifacts if policy is not None else {}
         for _ in range(2):

@@ -64,6 +64,7 @@ def main(
             ("recompute", None),
             ("full", ReusePolicy(budget=budget, tail=tail, epilogue="full")),
             ("active", ReusePolicy(budget=budget, tail=tail, epilogue="active")),
+            ("fast", ReusePolicy(budget=0.05, tail=4096, epilogue="active")),
         ]
         times: dict[str, list[float]] = {arm: [] for arm, _ in arms}
         plans: dict[str, Prefilled] = {}

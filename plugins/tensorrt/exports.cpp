@@ -10,7 +10,7 @@
 namespace redknot::trt {
 namespace {
 
-constexpr size_t kKinds = 14;
+constexpr size_t kKinds = 15;
 
 std::array<PluginCreator, kKinds>& creators() {
   static std::array<PluginCreator, kKinds> instances = {
@@ -26,6 +26,7 @@ std::array<PluginCreator, kKinds>& creators() {
       PluginCreator(moe_activation_kind()),
       PluginCreator(moe_combine_kind()),
       PluginCreator(collective_kind()),
+      PluginCreator(moe_grouped_gemm_kind()),
       PluginCreator(seg_latent_attention_kind()),
       PluginCreator(lightning_indexer_kind()),
   };

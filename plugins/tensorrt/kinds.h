@@ -14,6 +14,7 @@ OperatorKind const& moe_route_learned_kind();
 OperatorKind const& moe_route_hash_kind();
 OperatorKind const& moe_permute_kind();
 OperatorKind const& moe_activation_kind();
+OperatorKind const& moe_grouped_gemm_kind();
 OperatorKind const& moe_combine_kind();
 OperatorKind const& collective_kind();
 OperatorKind const& seg_latent_attention_kind();

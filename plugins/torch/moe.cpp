@@ -94,6 +94,33 @@ void activate(Tensor out, Tensor gate_up, Tensor ends, double limit) {
   require(moe_activation(params, guard.stream()), "moe_activation");
 }
 
+void grouped_gemm(Tensor out, Tensor x, Tensor ends, Tensor weight, Tensor weight_scale) {
+  expect(x, "x", ScalarType::BFloat16, {kAny, kAny});
+  expect(ends, "ends", ScalarType::Int, {kAny});
+  int64_t const experts = ends.size(0), depth = x.size(1);
+  expect(weight, "weight", ScalarType::Float8_e4m3fn, {experts, kAny, depth});
+  int64_t const width = weight.size(1);
+  expect(weight_scale, "weight_scale", ScalarType::Float, {experts, depth / 128, width / 128});
+  expect(out, "out", ScalarType::BFloat16, {x.size(0), width});
+  MoeGroupedGemmParams params{};
+  params.x = pointer<void>(x);
+  params.ends = pointer<int32_t>(ends);
+  params.weight = pointer<void>(weight);
+  params.weight_scale = pointer<float>(weight_scale);
+  params.capacity = x.size(0);
+  params.experts = narrow(experts, "experts");
+  params.depth = narrow(depth, "channels of x");
+  params.width = narrow(width, "channels of out");
+  params.out = pointer<void>(out);
+  if (params.capacity == 0) return;
+  StreamGuard const guard(x);
+  size_t const bytes = moe_grouped_gemm_workspace(params.capacity, params.experts, params.depth, params.width);
+  Tensor const workspace = scratch(x, bytes);
+  params.workspace = pointer<void>(workspace);
+  params.workspace_bytes = bytes;
+  require(moe_grouped_gemm(params, guard.stream()), "moe_grouped_gemm");
+}
+
 void combine(Tensor out, Tensor y, Tensor inverse, Tensor weights) {
   expect(y, "y", ScalarType::BFloat16, {kAny, kAny});
   expect(inverse, "inverse", ScalarType::Int, {kAny, kAny});
@@ -124,6 +151,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(redknot, m) {
       "float scale, int scoring) -> ()");
   m.def("moe_permute(Tensor(a!) permuted, Tensor(b!) inverse, Tensor(c!) ends, Tensor x, Tensor ids, int first) -> ()");
   m.def("moe_activation(Tensor(a!) out, Tensor gate_up, Tensor ends, float limit) -> ()");
+  m.def("moe_grouped_gemm(Tensor(a!) out, Tensor x, Tensor ends, Tensor weight, Tensor weight_scale) -> ()");
   m.def("moe_combine(Tensor(a!) out, Tensor y, Tensor inverse, Tensor weights) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(redknot, CUDA, m) {
@@ -131,6 +159,7 @@ STABLE_TORCH_LIBRARY_IMPL(redknot, CUDA, m) {
   m.impl("moe_route_hash", TORCH_BOX(&route_hash));
   m.impl("moe_permute", TORCH_BOX(&permute));
   m.impl("moe_activation", TORCH_BOX(&activate));
+  m.impl("moe_grouped_gemm", TORCH_BOX(&grouped_gemm));
   m.impl("moe_combine", TORCH_BOX(&combine));
 }
 

@@ -296,6 +296,9 @@ def expert_cases(seed: int, device: str, rows: int) -> list[Case]:
     inverse = torch.where((local >= 0) & (local < held), places, -1).int().view(rows, top_k)
     ends = torch.linspace(0, capacity // 2, held, device=device).int()
 
+    weight, scale = moe.quantise_weight(normal(generator_of(seed, device), held, 256, 128, dtype=torch.float32))
+    deep = normal(generator_of(seed + 2, device), capacity, 128)
+
     def permuted() -> Mapping[str, torch.Tensor]:
         found = moe.permute(case.x, case.ids, first=case.first, experts=held)
         return dict(zip(("permuted", "inverse", "ends"), found, strict=True))
@@ -320,6 +323,14 @@ def expert_cases(seed: int, device: str, rows: int) -> list[Case]:
             outputs={"activated": (torch.bfloat16, (capacity, width))},
             expected=lambda: {"activated": moe.activate(gate_up, ends, limit=1.0)},
             valid=lambda: {"activated": capacity // 2},
+        ),
+        Case(
+            plugin="MoeGroupedGemm",
+            fields={"experts": held, "depth": 128, "width": 256},
+            inputs={"x": deep, "ends": ends, "weight": weight.view(torch.int8), "weight_scale": scale},
+            outputs={"out": (torch.bfloat16, (capacity, 256))},
+            expected=lambda: {"out": moe.grouped_gemm_fp8(deep, ends, weight, scale)},
+            valid=lambda: {"out": capacity // 2},
         ),
         Case(
             plugin="MoeCombine",

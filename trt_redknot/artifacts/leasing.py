@@ -44,8 +44,21 @@ def take_lease(
         time.sleep(_POLL_S)
 
 
+def present_generations(store: StoreFolder, artifact_id: str) -> list[int]:
+    """Generations that have a certificate, ascending; ArtifactError where the artifact's folder cannot be read."""
+    try:
+        return store.generations(artifact_id)
+    except OSError as error:
+        raise ArtifactError(
+            ArtifactFault.FILE_UNREADABLE,
+            f"an artifact's folder cannot be read: {error.strerror or error}",
+            path=store.artifact(artifact_id),
+            remedy="Check the permissions of the store's folder, and that its disk works.",
+        ) from error
+
+
 def _choose(store: StoreFolder, artifact_id: str, generation: int | None) -> int:
-    present = store.generations(artifact_id)
+    present = present_generations(store, artifact_id)
     if not present or (generation is not None and generation not in present):
         what = "" if generation is None else f" generation {generation} of"
         raise ArtifactError(

@@ -19,7 +19,7 @@ from trt_redknot.artifacts.folder import StoreFolder
 from trt_redknot.artifacts.hosts import Host
 from trt_redknot.artifacts.identity import ArtifactIdentity, TpGeometry, artifact_id_of
 from trt_redknot.artifacts.lease import Lease
-from trt_redknot.artifacts.leasing import take_lease
+from trt_redknot.artifacts.leasing import present_generations, take_lease
 from trt_redknot.artifacts.maintenance import Maintenance
 from trt_redknot.collectives.base import Collectives
 from trt_redknot.config.geometry import ModelGeometry
@@ -156,8 +156,8 @@ class ArtifactStore(Maintenance):
         )
 
     def newest(self, artifact_id: str) -> int | None:
-        """The newest generation that has a certificate, None where there is none."""
-        return max(self._folder.generations(artifact_id), default=None)
+        """The newest generation that has a certificate, None where there is none. ArtifactError where it is unreadable."""
+        return max(present_generations(self._folder, artifact_id), default=None)
 
     def read_tokens(self, artifact_id: str, identity: ArtifactIdentity) -> NDArray[np.int64] | None:
         """A document's token ids although its artifact may be corrupt: ids that give this artifact id prove themselves.

@@ -8,7 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
@@ -58,12 +58,46 @@ class BuildOptions:
     chunk_rows: int = 4096
 
 
+@dataclass(frozen=True, kw_only=True)
+class BackendPart:
+    """What a backend adds to an engine beside the weights.
+
+    Attributes:
+        versions: of what it builds with, beside the packages that every engine names.
+        write: writes this rank's share of the files that all ranks load, into the staging folder; returns their paths
+            relative to it.
+        convert: a layer's tensors of a rank, by the names of the layer functions, as the backend stores them.
+    """
+
+    name: Literal["torch", "tensorrt"]
+    versions: dict[str, str] = field(default_factory=dict)
+    gpu: str | None = None
+    plugin_build: str | None = None
+    write: Callable[[Path], list[str]] = lambda staging: []
+    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors
+
+
 def build_torch_engine(
     checkpoint: Checkpoint,
     profile: SplitProfile,
     output: Path,
     options: BuildOptions,
     collectives: Collectives,
+    *,
+    progress: Callable[[int], None] = lambda done: None,
+) -> EngineManifest:
+    """Write an engine of the torch backend: :func:`build_engine`."""
+    part = BackendPart(name="torch")
+    return build_engine(checkpoint, profile, output, options, collectives, part, progress=progress)
+
+
+def build_engine(
+    checkpoint: Checkpoint,
+    profile: SplitProfile,
+    output: Path,
+    options: BuildOptions,
+    collectives: Collectives,
+    part: BackendPart,
     *,
     progress: Callable[[int], None] = lambda done: None,
 ) -> EngineManifest:
@@ -81,9 +115,11 @@ def build_torch_engine(
     rank: EngineRank | None = None
     digests: dict[str, str] = {}
     tokenizer: list[EngineFile] = []
+    common: list[EngineFile] = []
     try:
         try:
-            rank = _write_rank(checkpoint, profile, staging, options, collectives, progress)
+            rank = _write_rank(checkpoint, profile, staging, options, collectives, part, progress)
+            common = [_record(staging, staging / name) for name in part.write(staging)]
             mine = even_split(len(checkpoint.content_files), collectives.size)[collectives.rank]
             digests = checkpoint.content_digests(mine)
             if collectives.rank == 0:
@@ -93,8 +129,9 @@ def build_torch_engine(
         except OSError as failure:
             error = _cannot_write(failure, staging)
         record = None if rank is None else rank.model_dump(mode="json")
-        replies = agree(collectives, [record, digests, [file.model_dump() for file in tokenizer]], error)
-        manifest = _manifest(checkpoint, profile, options, collectives.size, replies)
+        reply = [record, digests, [file.model_dump() for file in tokenizer], [file.model_dump() for file in common]]
+        replies = agree(collectives, reply, error)
+        manifest = _manifest(checkpoint, profile, options, collectives.size, part, replies)
         agree(collectives, None, _publish(manifest, staging, output) if collectives.rank == 0 else None)
     finally:
         # Also when this rank is interrupted; the others then end with the job.
@@ -127,6 +164,7 @@ def _write_rank(
     staging: Path,
     options: BuildOptions,
     collectives: Collectives,
+    part: BackendPart,
     progress: Callable[[int], None],
 ) -> EngineRank:
     geometry, rank, size = checkpoint.geometry, collectives.rank, collectives.size
@@ -139,7 +177,7 @@ def _write_rank(
     for layer, name in enumerate(layer_files):
         tensors = checkpoint.load_layer(layer, rank, size, dtype)
         tensors = split_heads(tensors, geometry, profile, layer, first_group)
-        files.append(_write(staging, staging / name, _widened(tensors, options)))
+        files.append(_write(staging, staging / name, part.convert(_widened(tensors, options))))
         progress(layer + 1)
     shared = _widened(checkpoint.load_shared(rank, size, dtype), options)
     files.append(_write(staging, staging / shared_file, shared))
@@ -183,19 +221,25 @@ def _manifest(
     profile: SplitProfile,
     options: BuildOptions,
     tp_size: int,
+    part: BackendPart,
     replies: list[object],
 ) -> EngineManifest:
     geometry: ModelGeometry = checkpoint.geometry
     digests: dict[str, str] = {}
-    ranks, tokenizer = [], []
+    ranks, tokenizer = list[EngineRank](), list[EngineFile]()
+    # Each rank wrote some of them, and all ranks load all.
+    common = list[EngineFile]()
     for reply in replies:
-        record, some, files = cast("tuple[object, dict[str, str], list[object]]", reply)
+        record, some, files, shared = cast("tuple[object, dict[str, str], list[object], list[object]]", reply)
         ranks.append(EngineRank.model_validate_json(json.dumps(record)))
         digests |= some
         tokenizer += [EngineFile.model_validate(file) for file in files]
+        common += [EngineFile.model_validate(file) for file in shared]
+    if common:
+        ranks = [rank.model_copy(update={"files": (*rank.files, *common)}) for rank in ranks]
     return EngineManifest(
         format_version=FORMAT_VERSION,
-        backend="torch",
+        backend=part.name,
         geometry=geometry_to_json(geometry),
         geometry_digest=geometry.digest,
         profile=profile,

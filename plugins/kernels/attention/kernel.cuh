@@ -60,6 +60,7 @@ struct Shared {
   int32_t row_position[T::kUnitRows], row_visible[T::kUnitRows];
   int32_t row_first[T::kUnitRows], row_last[T::kUnitRows];  // segments
   Group group;                                              // rows that share the keys being read
+  float sinks[T::kColumns];                                 // log2 units
   int32_t list[1];                                          // of as many places as entries are selected
 };
 
@@ -142,6 +143,12 @@ class Worker {
     return head < op_.global_heads ? global + (at * op_.global_heads + head) * kHeadDim
                                    : local + (at * op_.local_heads + head - op_.global_heads) * kHeadDim;
   }
+  // q of this lane's column of a tile. Columns past the last repeat it: nothing of them is written.
+  __device__ __forceinline__ __nv_bfloat16 const* query(int tile) const {
+    int const column = min(8 * tile + g_, unit_.rows * unit_.heads - 1);
+    return column_pointer(column, static_cast<__nv_bfloat16 const*>(op_.q_global),
+                          static_cast<__nv_bfloat16 const*>(op_.q_local));
+  }
   // cos, sin of a column's row in the segment's frame. Rows before the segment see none of it: clamped to stay inside.
   __device__ __forceinline__ float2 const* rope_of(int column) const {
     int const row = max(row_of(column), 0);
@@ -180,6 +187,11 @@ __device__ __forceinline__ void Worker<T>::load_rows() {
     shared_.row_first[lane_] = static_cast<int>(max(int64_t{0}, __ldg(op_.row_segments + 2 * row)));
     shared_.row_last[lane_] = static_cast<int>(min(int64_t{op_.segment_count}, __ldg(op_.row_segments + 2 * row + 1)));
   }
+  if (int const column = threadIdx.x; column < T::kColumns && column < unit_.rows * unit_.heads) {
+    int const head = unit_.head + column % unit_.heads;
+    float const* sink = head < op_.global_heads ? op_.sinks_global + head : op_.sinks_local + head - op_.global_heads;
+    shared_.sinks[column] = __ldg(sink) * 1.4426950408889634f;
+  }
   sync_block<kW>();
 }
 
@@ -187,28 +199,22 @@ __device__ __forceinline__ void Worker<T>::load_rows() {
 template <typename T>
 __device__ __forceinline__ void Worker<T>::load_queries() {
 #pragma unroll
-  for (int c = 0; c < kC; ++c) {
+  for (int n = 0; n < kN; ++n) {
+    auto const* q = query(n) + warp_ * kC * kBlockChannels;
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      auto const* q = column_pointer(8 * n + g_, static_cast<__nv_bfloat16 const*>(op_.q_global),
-                                     static_cast<__nv_bfloat16 const*>(op_.q_local));
+    for (int c = 0; c < kC; ++c) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        uint32_t low = 0, high = 0;
-        if (q != nullptr && !is_rope(c)) {
-          __nv_bfloat16 const* at = q + (warp_ * kC + c) * kBlockChannels + 16 * j;
-          if constexpr (T::kPacked) {
-            uint2 const four = __ldg(reinterpret_cast<uint2 const*>(at + 4 * t_));
-            float2 const x = ptx::unpack_bf16(four.x), y = ptx::unpack_bf16(four.y);
-            low = ptx::pack_f16(x.x, x.y);
-            high = ptx::pack_f16(y.x, y.y);
-          } else {
-            low = __ldg(reinterpret_cast<uint32_t const*>(at + 2 * t_));
-            high = __ldg(reinterpret_cast<uint32_t const*>(at + 8 + 2 * t_));
-          }
+        auto const* at = q + c * kBlockChannels + 16 * j;
+        if constexpr (T::kPacked) {
+          uint2 const four = __ldg(reinterpret_cast<uint2 const*>(at + 4 * t_));
+          float2 const x = ptx::unpack_bf16(four.x), y = ptx::unpack_bf16(four.y);
+          q_[c][j][n][0] = ptx::pack_f16(x.x, x.y);
+          q_[c][j][n][1] = ptx::pack_f16(y.x, y.y);
+        } else {
+          q_[c][j][n][0] = __ldg(reinterpret_cast<uint32_t const*>(at + 2 * t_));
+          q_[c][j][n][1] = __ldg(reinterpret_cast<uint32_t const*>(at + 8 + 2 * t_));
         }
-        q_[c][j][n][0] = low;
-        q_[c][j][n][1] = high;
 #pragma unroll
         for (int i = 0; i < 4; ++i) o_[c][j][n][i] = 0;
       }
@@ -334,21 +340,16 @@ __device__ __forceinline__ void Worker<T>::rotate_queries() {
   if (!rope_warp()) return;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    auto const* q = column_pointer(8 * n + g_, static_cast<__nv_bfloat16 const*>(op_.q_global),
-                                   static_cast<__nv_bfloat16 const*>(op_.q_local));
+    auto const* q = query(n);
     float2 const* turn = rope_of(8 * n + g_);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int const pair = 8 * j + 4 * half + t_;
-        uint32_t turned = 0;
-        if (q != nullptr) {
-          float2 const x = ptx::unpack_bf16(__ldg(reinterpret_cast<uint32_t const*>(q + kNopeDim + 2 * pair))),
-                       cs = __ldg(turn + pair);
-          turned = ptx::pack_bf16(x.x * cs.x - x.y * cs.y, x.y * cs.x + x.x * cs.y);
-        }
-        q_[kC - 1][j][n][half] = turned;
+        float2 const x = ptx::unpack_bf16(__ldg(reinterpret_cast<uint32_t const*>(q + kNopeDim + 2 * pair)));
+        float2 const cs = __ldg(turn + pair);
+        q_[kC - 1][j][n][half] = ptx::pack_bf16(x.x * cs.x - x.y * cs.y, x.y * cs.x + x.x * cs.y);
       }
     }
   }
@@ -515,7 +516,7 @@ __device__ __forceinline__ void Worker<T>::mask(Run const& run, int offset, floa
   for (int o = 0; o < kO; ++o) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      int const row = row_of(8 * owned(o) + 2 * t_ + i);
+      int const row = row_of(8 * owned(o) + 2 * t_ + i);  // no row: every key is hidden
       bool const inside = row >= group.begin && row < group.end;
       int const position = shared_.row_position[max(row, 0)], visible = shared_.row_visible[max(row, 0)];
       int const low = window ? position - op_.window + 1 : INT32_MIN;
@@ -783,9 +784,7 @@ __device__ __forceinline__ void Worker<T>::finish() {
       int const column = 8 * owned(o) + 2 * t_ + i;
       factor[o][i] = 0;
       if (row_of(column) < 0 || peak_[o][i] == kNone) continue;
-      int const head = unit_.head + column % unit_.heads;
-      float const sink = (head < op_.global_heads ? op_.sinks_global[head] : op_.sinks_local[head - op_.global_heads]) *
-                         1.4426950408889634f;
+      float const sink = shared_.sinks[column];
       float const peak = fmaxf(peak_[o][i], sink), scale = ptx::exp2_fast(peak_[o][i] - peak);
       factor[o][i] = scale / (total * scale + ptx::exp2_fast(sink - peak));
     }

@@ -1,5 +1,5 @@
-// The experts' matrix products: rows are quantised to e4m3, then CUTLASS runs one grouped GEMM with block scales whose sizes
-// and addresses are worked out on the device, so that the host never learns how many rows an expert has.
+// The experts' matrix products: rows are quantised to e4m3, then CUTLASS runs one grouped GEMM with block scales whose
+// sizes and addresses are worked out on the device, so that the host never learns how many rows an expert has.
 
 #include "common/check.h"
 #include "common/packing.cuh"
@@ -8,10 +8,11 @@
 #ifdef REDKNOT_HAS_CUTLASS
 
 #include <cutlass/cutlass.h>
+#include <cutlass/gemm/device/gemm_universal_adapter.h>
+
 #include <cutlass/detail/blockwise_scale_layout.hpp>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
-#include <cutlass/gemm/device/gemm_universal_adapter.h>
 #include <cutlass/gemm/group_array_problem_shape.hpp>
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
 
@@ -70,8 +71,8 @@ struct Workspace {
   uint8_t* codes;  // e4m3 [capacity, depth]
   float* scales;   // of each expert: [depth / 128, its rows]
   Groups groups;
-  void* gemm;      // the rest
-  int64_t used;    // bytes before `gemm`
+  void* gemm;    // the rest
+  int64_t used;  // bytes before `gemm`
 };
 
 template <typename T>
@@ -105,7 +106,8 @@ Workspace cut(void* workspace, int64_t capacity, int64_t experts, int64_t depth)
 }
 
 // One warp a row and 256 channels: codes, and the scale of each block at its expert's place.
-__global__ void __launch_bounds__(kThreads) quantise_kernel(MoeGroupedGemmParams const params, uint8_t* codes, float* scales) {
+__global__ void __launch_bounds__(kThreads)
+    quantise_kernel(MoeGroupedGemmParams const params, uint8_t* codes, float* scales) {
   int64_t const rows = min(static_cast<int64_t>(params.ends[params.experts - 1]), params.capacity);
   int const lane = static_cast<int>(threadIdx.x) % kWarp;
   int const warps = kThreads / kWarp;
@@ -138,7 +140,8 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(MoeGroupedGemmParams
   }
 }
 
-__global__ void group_kernel(MoeGroupedGemmParams const params, uint8_t const* codes, float const* scales, Groups const groups) {
+__global__ void group_kernel(MoeGroupedGemmParams const params, uint8_t const* codes, float const* scales,
+                             Groups const groups) {
   int const expert = static_cast<int>(threadIdx.x);
   if (expert >= params.experts) return;
   int64_t const end = min(static_cast<int64_t>(params.ends[expert]), params.capacity);
@@ -173,8 +176,8 @@ typename Gemm::Arguments arguments_of(MoeGroupedGemmParams const& params, Groups
   typename Gemm::Arguments arguments{
       cutlass::gemm::GemmUniversalMode::kGrouped,
       {params.experts, groups.shapes, nullptr},
-      {groups.rows, groups.row_strides, groups.weights, groups.weight_strides, groups.row_scales, groups.row_scale_layouts,
-       groups.weight_scales, groups.weight_scale_layouts},
+      {groups.rows, groups.row_strides, groups.weights, groups.weight_strides, groups.row_scales,
+       groups.row_scale_layouts, groups.weight_scales, groups.weight_scale_layouts},
       {{}, nullptr, groups.out_strides, groups.outs, groups.out_strides},
       hardware};
   arguments.epilogue.thread.alpha = 1.0F;

@@ -73,19 +73,19 @@ struct MoeActivationParams {
   void* out;  // bf16 [capacity, width]
 };
 
-// Rows of each expert through its FP8 weight: out[p] = x[p] W[e(p)]^T. Rows are quantised in blocks of 128 channels, with the
-// power of two that brings the block's largest magnitude to at most 448.
+// Rows of each expert through its FP8 weight: out[p] = x[p] W[e(p)]^T. Rows are quantised in blocks of 128 channels,
+// with the power of two that brings the block's largest magnitude to at most 448.
 struct MoeGroupedGemmParams {
-  void const* x;             // bf16 [capacity, depth]
-  int32_t const* ends;       // [experts]; rows from ends[experts - 1] on are left alone
-  void const* weight;        // e4m3 [experts, width, depth]
-  float const* weight_scale; // [experts, depth / 128, width / 128], of blocks of 128 x 128
+  void const* x;              // bf16 [capacity, depth]
+  int32_t const* ends;        // [experts]; rows from ends[experts - 1] on are left alone
+  void const* weight;         // e4m3 [experts, width, depth]
+  float const* weight_scale;  // [experts, depth / 128, width / 128], of blocks of 128 x 128
   int64_t capacity;
-  int32_t experts;           // at most 1024
-  int32_t depth;             // a multiple of 128
-  int32_t width;             // a multiple of 128
-  void* out;                 // bf16 [capacity, width]
-  void* workspace;           // moe_grouped_gemm_workspace bytes, 256-byte aligned
+  int32_t experts;  // at most 1024
+  int32_t depth;    // a multiple of 128
+  int32_t width;    // a multiple of 128
+  void* out;        // bf16 [capacity, width]
+  void* workspace;  // moe_grouped_gemm_workspace bytes, 256-byte aligned
   size_t workspace_bytes;
 };
 

@@ -14,6 +14,7 @@ from trt_redknot.ops.cuda import moe
 from trt_redknot.ops.cuda.elementwise import call_op
 from trt_redknot.ops.cuda.library import kernels_present
 from trt_redknot.ops.reference import moe as reference
+from trt_redknot.ops.reference.packing import pack_rows, unpack_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 needs_gpu = pytest.mark.skipif(
@@ -173,6 +174,42 @@ def test_experts_equal_the_reference_and_repeat_bit_for_bit(rows: int, held: int
     assert found.isfinite().all()
     assert (found - wanted).norm() <= EXPERT_TOLERANCE * wanted.norm()
     assert torch.equal(found, moe.experts(*arguments, first=case.first, limit=1.0))
+
+
+@needs_gpu
+@TYPICAL
+@given(
+    counts=st.lists(st.integers(0, 200), min_size=1, max_size=9),
+    blocks=st.tuples(st.integers(1, 4), st.integers(1, 5)),
+    spare=st.integers(0, 40),
+    seed=SEEDS,
+)
+def test_fp8_grouped_gemm_equals_its_dequantised_operands(
+    counts: list[int], blocks: tuple[int, int], spare: int, seed: int
+) -> None:
+    generator = generator_of(seed, "cuda")
+    depth, width = (128 * count for count in blocks)
+    ends = torch.tensor(counts, device="cuda").cumsum(0).int()
+    rows = sum(counts)
+    # Blocks of very different size, so that a scale at the wrong place shows.
+    sizes = torch.randint(-3, 4, (rows + spare, depth // 128), generator=generator, device="cuda").float().exp2()
+    x = normal(generator, rows + spare, depth) * sizes.repeat_interleave(128, dim=1).bfloat16()
+    x[rows:] = float("nan")
+    sizes = (
+        torch.randint(-3, 4, (len(counts), width // 128, depth // 128), generator=generator, device="cuda")
+        .float()
+        .exp2()
+    )
+    spread = sizes.repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)
+    codes, scale = moe.quantise_weight(normal(generator, len(counts), width, depth, dtype=torch.float32) * spread)
+    found = moe.grouped_gemm_fp8(x, ends, codes, scale)
+    plain = unpack_rows(pack_rows(x), depth, torch.float64)
+    weight = codes.double() * scale.transpose(1, 2).double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    first = 0
+    for expert, last in enumerate(ends.tolist()):
+        wanted = plain[first:last] @ weight[expert].T
+        assert (found[first:last] - wanted).norm() <= EXPERT_TOLERANCE * wanted.norm()
+        first = last
 
 
 @needs_gpu

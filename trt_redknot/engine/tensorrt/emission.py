@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trt_redknot.engine.tensorrt.specification import PlanSpec
+from trt_redknot.engine.tensorrt.specification import SCALE, PlanSpec
 from trt_redknot.engine.tensorrt.stages import Stage, StageRun, run_stage
 from trt_redknot.model.spec import LayerSpec
 from trt_redknot.ops.interface import Ops
 from trt_redknot.ops.tensorrt.emitter import Calling, EmitterOps
 from trt_redknot.ops.tensorrt.plugins import PluginPort
-from trt_redknot.ops.tensorrt.tensors import Extent, NetworkPool, NetworkRows, NetworkTensor, Size
+from trt_redknot.ops.tensorrt.tensors import Extent, NetworkExperts, NetworkPool, NetworkRows, NetworkTensor, Size
 from trt_redknot.ops.tensorrt.writer import NetworkWriter
 
 if TYPE_CHECKING:
@@ -62,4 +62,11 @@ def _run_of(writer: NetworkWriter, spec: PlanSpec, inputs: dict[str, NetworkTens
         full_rows = NetworkRows(size=Size(extent=Extent.FULL_ROWS), count=count)
     if stage is Stage.COMPRESS:
         pools = {name: NetworkPool(name=name) for name in ("entries", "index_keys")} | {"entry_rows": None}
-    return StageRun(spec=layer, tensors=inputs, full_rows=full_rows, pools=pools)
+    return StageRun(spec=layer, tensors=_with_experts(inputs), full_rows=full_rows, pools=pools)
+
+
+def _with_experts(inputs: dict[str, NetworkTensor]) -> dict[str, NetworkTensor | NetworkExperts]:
+    """The inputs, with the codes and scales of expert weights put together."""
+    scaled = {name.removesuffix(SCALE) for name in inputs if name.endswith(SCALE)} & inputs.keys()
+    joined = {name: NetworkExperts(codes=inputs[name], scales=inputs[name + SCALE]) for name in scaled}
+    return {**inputs, **joined}

@@ -13,6 +13,7 @@ from trt_redknot.engine.pool import raw_widths
 from trt_redknot.engine.tensorrt.stages import PlanKind, Stage
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.reference.packing import latent_row_bytes, row_bytes
+from trt_redknot.ops.tensorrt.emitter import EXPERT_BLOCK
 from trt_redknot.ops.tensorrt.tensors import ElementType, Extent, Shape, Size
 
 # Weights of a layer, by the stage that reads them; a trailing dot means all names that begin so.
@@ -29,6 +30,8 @@ _STAGE_WEIGHTS = {
     Stage.HEAD: ("hc_head.", "norm", "head"),
 }  # fmt: skip
 _ROLES = ("global", "local")
+# Ending of the name of a weight's scales.
+SCALE = "_scale"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +120,14 @@ def _rank_weights(geometry: ModelGeometry, spec: TensorSpec, world: int) -> Iter
             split = (*shape[:axis], size // heads * count, *shape[axis + 1 :])
             yield PlanTensor(name=f"{spec.name}_{role}", type=type_, shape=split, weight=True)
         return
-    if spec.storage is Storage.MATRIX and spec.name == "head":
+    if spec.storage is Storage.EXPERTS:
+        # The grouped GEMM reads e4m3 with one scale a block of 128 x 128.
+        experts, width, depth = spec.local_shape(0, world)
+        blocks = (experts, depth // EXPERT_BLOCK, width // EXPERT_BLOCK)
+        yield PlanTensor(name=spec.name, type=ElementType.INT8, shape=shape, weight=True)
+        yield PlanTensor(name=f"{spec.name}{SCALE}", type=ElementType.FLOAT32, shape=blocks, weight=True)
+        return
+    if spec.name == "head":
         shape = (Size(extent=Extent.VOCABULARY_SHARE), *shape[1:])
     yield PlanTensor(name=spec.name, type=type_, shape=shape, weight=True)
 
@@ -240,15 +250,15 @@ def _attend(s: _Shapes) -> _Runtime:
 def _mix(s: _Shapes) -> _Runtime:
     hashed = s.kind.router is RouterKind.HASH
     choice = s.integers("tokens", s.own) if hashed else s.wide("tau", 1)
-    outputs = (s.streams("mixed", s.own), s.integers("expert_ids", s.own, s.g.experts_per_token))
+    outputs = [s.streams("mixed", s.own), s.integers("expert_ids", s.own, s.g.experts_per_token)]
     if hashed:
-        outputs = (*outputs, PlanTensor(name="faults", type=ElementType.INT32, shape=(1,)))
+        outputs.append(PlanTensor(name="faults", type=ElementType.INT32, shape=(1,)))
     return _Runtime(
         inputs=(
             s.streams("streams", s.own), *s.mixing(), s.floats("partial", s.all, s.g.hidden),
             s.integers("first_expert", 1), choice,
         ),
-        outputs=outputs,
+        outputs=tuple(outputs),
     )  # fmt: skip
 
 

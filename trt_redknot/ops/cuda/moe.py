@@ -92,6 +92,37 @@ def activate(gate_up: torch.Tensor, ends: torch.Tensor, *, limit: float) -> torc
     return out
 
 
+def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert weights [E, N, K] (N and K multiples of 128) for `grouped_gemm_fp8`.
+
+    Returns:
+        e4m3 [E, N, K], and fp32 scales [E, K / 128, N / 128]: for every block of 128 x 128 the least power of two that
+        brings its largest magnitude to at most 448.
+    """
+    experts, width, depth = weight.shape
+    blocks = weight.float().view(experts, width // 128, 128, depth // 128, 128)
+    peak = blocks.abs().amax(dim=(2, 4)).clamp(min=2.0**-100)
+    scale = torch.exp2(torch.ceil(torch.log2(peak / 448)))
+    codes = (blocks / scale[:, :, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes.view(experts, width, depth), scale.transpose(1, 2).contiguous()
+
+
+def grouped_gemm_fp8(
+    x: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
+) -> torch.Tensor:
+    """Permuted rows bf16 [P, K] through their experts' e4m3 weights [E, N, K]: bf16 [P, N].
+
+    Rows are quantised as :func:`trt_redknot.ops.reference.packing.pack_rows` does. Those from the last end on hold
+    nothing.
+
+    Raises:
+        EngineError: the library was built without CUTLASS, or K or N is no multiple of 128.
+    """
+    out = x.new_empty((x.shape[0], weight.shape[1]))
+    call_op("moe_grouped_gemm", out, x, ends, weight, weight_scale)
+    return out
+
+
 def combine(y: torch.Tensor, inverse: torch.Tensor, weights_Rk: torch.Tensor) -> torch.Tensor:
     """Weighted sum of each row's permuted rows bf16 [P, M], in slot order, fp32 inside: bf16 [R, M]."""
     out = y.new_empty((inverse.shape[0], y.shape[1]))

@@ -13,10 +13,12 @@ from trt_redknot.ops.reference.packing import latent_row_bytes, row_bytes
 from trt_redknot.ops.tables import AttentionTable, CompressTable
 from trt_redknot.ops.tensorrt.native import NativeOps
 from trt_redknot.ops.tensorrt.plugins import PluginCall, PluginOutput, PluginPort
-from trt_redknot.ops.tensorrt.tensors import ElementType, NetworkPool, NetworkTensor, Shape, Size
+from trt_redknot.ops.tensorrt.tensors import ElementType, NetworkExperts, NetworkPool, NetworkTensor, Shape, Size
 from trt_redknot.ops.tensorrt.writer import NetworkWriter
 
 _SCORING = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}
+# Channels of an expert weight that share a scale.
+EXPERT_BLOCK = 128
 _GATHER, _REDUCE_SCATTER = 0, 1
 
 
@@ -303,16 +305,54 @@ class EmitterOps(NativeOps):
         x_RM: NetworkTensor,
         ids_Rk: NetworkTensor,
         weights_Rk: NetworkTensor,
-        gate_up: NetworkTensor,
-        down: NetworkTensor,
+        gate_up: NetworkExperts,
+        down: NetworkExperts,
         *,
         first: int,
         limit: float,
     ) -> NetworkTensor:
-        """All experts held here on all rows: exact, and more arithmetic than a grouped GEMM (docs/tensorrt.md)."""
-        assert self._calling.first_expert is not None, "a plan with experts has an input for their first id"
-        shares = self.expert_shares(ids_Rk, weights_Rk, self._calling.first_expert, down.fixed(0))
-        return self.experts_over_all_rows(x_RM, shares, gate_up, down, limit)
+        rows, hidden, top_k = x_RM.shape[0], x_RM.fixed(1), ids_Rk.fixed(1)
+        experts, width = down.codes.fixed(0), down.codes.fixed(2)
+        if hidden % EXPERT_BLOCK or width % EXPERT_BLOCK:
+            raise EngineError(
+                "op 'experts' has no implementation in the tensorrt backend for this geometry",
+                expected=f"hidden and expert width that {EXPERT_BLOCK} divides", found=f"{hidden} and {width}",
+                remedy="Build with --backend torch, which serves every geometry.",
+            )  # fmt: skip
+        permuted, inverse, ends = self._call(
+            "experts", "MoePermute", {"hidden": hidden, "top_k": top_k, "first": 0, "experts": experts},
+            {"x": x_RM, "ids": self._held_here(ids_Rk)},
+            permuted=(ElementType.BFLOAT16, (_times(rows, top_k), hidden)),
+            inverse=(ElementType.INT32, (rows, top_k)),
+            ends=(ElementType.INT32, (experts,)),
+        )  # fmt: skip
+        (activated,) = self._call(
+            "experts", "MoeActivation", {"width": width, "experts": experts, "limit": limit},
+            {"gate_up": self._grouped_gemm(permuted, ends, gate_up), "ends": ends},
+            activated=(ElementType.BFLOAT16, (permuted.shape[0], width)),
+        )  # fmt: skip
+        (total,) = self._call(
+            "experts", "MoeCombine", {"hidden": hidden, "top_k": top_k},
+            {"y": self._grouped_gemm(activated, ends, down), "inverse": inverse, "weights": weights_Rk},
+            sum=(ElementType.BFLOAT16, (rows, hidden)),
+        )  # fmt: skip
+        return total
+
+    def _held_here(self, ids_Rk: NetworkTensor) -> NetworkTensor:
+        """Ids counted from this rank's first expert, so that plans do not depend on the rank; others stay outside."""
+        first = self._calling.first_expert
+        assert first is not None, "a plan with experts has an input for their first id"
+        kinds = self._writer.module.ElementWiseOperation
+        return self._writer.elementwise(ids_Rk, self._writer.reshape(first, (1, 1)), kinds.SUB)
+
+    def _grouped_gemm(self, x: NetworkTensor, ends: NetworkTensor, weight: NetworkExperts) -> NetworkTensor:
+        experts, width, depth = (weight.codes.fixed(axis) for axis in range(3))
+        (out,) = self._call(
+            "experts", "MoeGroupedGemm", {"experts": experts, "depth": depth, "width": width},
+            {"x": x, "ends": ends, "weight": weight.codes, "weight_scale": weight.scales},
+            out=(ElementType.BFLOAT16, (x.shape[0], width)),
+        )  # fmt: skip
+        return out
 
     def all_gather(self, own: NetworkTensor, counts: Sequence[int]) -> NetworkTensor:
         return self._collective("all_gather", _GATHER, own, _times(own.shape[0], self._world))

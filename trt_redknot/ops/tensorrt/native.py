@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from trt_redknot.ops.tensorrt.tensors import ElementType, NetworkRows, NetworkTensor, Size
+from trt_redknot.ops.tensorrt.tensors import ElementType, NetworkRows, NetworkTensor
 from trt_redknot.ops.tensorrt.writer import NetworkWriter
 
 
@@ -62,32 +60,3 @@ class NativeOps:
         up = w.elementwise(up, w.scalar(-limit, up), kinds.MAX)
         silu = w.elementwise(gate, w.activation(gate, w.module.ActivationType.SIGMOID), kinds.PROD)
         return w.cast(w.elementwise(silu, up, kinds.PROD), type_)
-
-    def expert_shares(
-        self, ids_Rk: NetworkTensor, weights_Rk: NetworkTensor, first: NetworkTensor, experts: int
-    ) -> NetworkTensor:
-        """fp32 [experts, R, 1]: the weight of every expert held here in every row, 0 where the row does not use it."""
-        w, kinds = self._writer, self._writer.module.ElementWiseOperation
-        rows, slots = ids_Rk.shape[0], ids_Rk.fixed(1)
-        held = w.constant(np.arange(experts, dtype=np.int64).reshape(experts, 1, 1), ElementType.INT64)
-        numbers = w.elementwise(held, w.reshape(first, (1, 1, 1)), kinds.SUM)
-        ids = w.reshape(ids_Rk, (1, rows, slots))
-        chosen = w.equal(numbers, ids)
-        zero = w.constant(np.zeros((1, 1, 1), dtype=np.float32), ElementType.FLOAT32)
-        picked = w.select(chosen, w.reshape(weights_Rk, (1, rows, slots)), zero, (experts, rows, slots))
-        return w.reduce(picked, w.module.ReduceOperation.SUM, 2, keep=True)
-
-    def experts_over_all_rows(
-        self, x_RM: NetworkTensor, shares: NetworkTensor, gate_up: NetworkTensor, down: NetworkTensor, limit: float
-    ) -> NetworkTensor:
-        """Every expert held here on every row, weighted by `shares` [experts, R, 1]: [R, M]."""
-        w, kinds = self._writer, self._writer.module.ElementWiseOperation
-        experts, width, hidden = down.fixed(0), down.fixed(2), down.fixed(1)
-        rows: int | Size = x_RM.shape[0]
-        x = w.reshape(x_RM, (1, rows, hidden))
-        shape = (experts, rows, width)
-        gate = w.matmul(x, w.part(gate_up, 1, 0, width), shape)
-        up = w.matmul(x, w.part(gate_up, 1, width, width), shape)
-        gated = w.cast(self.swiglu(gate, up, limit), ElementType.FLOAT32)
-        weighted = w.cast(w.elementwise(gated, shares, kinds.PROD), x_RM.type)
-        return w.einsum("erf,emf->rm", weighted, down, (rows, hidden))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from trt_redknot.ops.tensorrt.writer import NetworkWriter
 
 if TYPE_CHECKING:
     import tensorrt as trt
+
+    from trt_redknot.ops.tensorrt.handle import TensorRT
 
 NAMESPACE = "redknot"
 VERSION = "1"
@@ -79,13 +81,7 @@ class RegistryPort:
                 expected=f"{NAMESPACE}::{call.plugin} version {VERSION}",
                 remedy="Build the plugin library of this version: make plugins.",
             )
-        kinds = module.PluginFieldType
-        fields = [
-            module.PluginField(name, np.array([value], dtype=np.float32), kinds.FLOAT32)
-            if isinstance(value, float)
-            else module.PluginField(name, np.array([value], dtype=np.int32), kinds.INT32)
-            for name, value in call.fields.items()
-        ]
+        fields = [_field(module, name, value) for name, value in call.fields.items()]
         layer_name = writer.unique(call.plugin)
         plugin = creator.create_plugin(layer_name, module.PluginFieldCollection(fields), module.TensorRTPhase.BUILD)
         if plugin is None:
@@ -93,10 +89,12 @@ class RegistryPort:
                 f"op {call.op!r} cannot be built: its plugin refused its fields", expected=call.plugin,
                 found=dict(call.fields), remedy="The log above has the plugin's reason.",
             )  # fmt: skip
-        layer = writer.network.add_plugin_v3([value.tensor for value in call.inputs.values()], [], plugin)
-        if layer is None or layer.num_outputs != len(call.outputs):
-            raise EngineError(f"TensorRT refused the plugin layer of op {call.op!r}", found=call.plugin)
-        layer.name = layer_name
+        layer = writer.plugin(layer_name, plugin, tuple(call.inputs.values()))
+        if layer.num_outputs != len(call.outputs):
+            raise EngineError(
+                f"the plugin of op {call.op!r} has another number of outputs", expected=len(call.outputs),
+                found=f"{layer.num_outputs} of {call.plugin}", remedy="Build the plugin library of this version.",
+            )  # fmt: skip
         return tuple(
             NetworkTensor(tensor=layer.get_output(index), type=output.type, shape=output.shape)
             for index, output in enumerate(call.outputs)
@@ -137,6 +135,14 @@ class CutPort:
     def finish(self, writer: NetworkWriter) -> None:
         # What only a plugin reads would be dead without it.
         for label, value in self._consumed:
-            if not (value.tensor.is_network_input or value.tensor.is_network_output):
+            if not any((value.tensor.is_network_input, value.tensor.is_network_output)):
                 writer.output(label, value)
                 self.added_outputs[label] = value
+
+
+def _field(module: TensorRT, name: str, value: int | float) -> trt.PluginField:
+    whole, real = module.PluginFieldType.INT32, module.PluginFieldType.FLOAT32
+    key = cast("trt.FallbackString", name)
+    if isinstance(value, float):
+        return module.PluginField(key, np.array([value], dtype=np.float32), real)
+    return module.PluginField(key, np.array([value], dtype=np.int32), whole)

@@ -83,6 +83,19 @@ class NetworkTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NetworkExperts:
+    """FP8 weights of the experts of a rank.
+
+    Attributes:
+        codes: e4m3 [E, N, K], as bytes: every TensorRT release moves those between plugins.
+        scales: fp32 [E, K / 128, N / 128].
+    """
+
+    codes: NetworkTensor
+    scales: NetworkTensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class NetworkRows:
     """A number of rows of the network: its size, and the int64 [1] tensor that holds it."""
 

@@ -57,6 +57,11 @@ class NetworkWriter:
         tensor.name = name
         self.network.mark_output(tensor)
 
+    def plugin(self, name: str, plugin: trt.IPluginV3, inputs: Sequence[NetworkTensor]) -> trt.IPluginV3Layer:
+        layer = self._added(self.network.add_plugin_v3([value.tensor for value in inputs], [], plugin), name)
+        layer.name = name
+        return layer
+
     def matmul(self, a: NetworkTensor, b: NetworkTensor, shape: Shape) -> NetworkTensor:
         """a @ b.T over the last two axes; the others are broadcast."""
         operation = self.module.MatrixOperation
@@ -98,22 +103,6 @@ class NetworkWriter:
         layer = self.network.add_gather(table.tensor, rows.tensor, 0)
         return self._result(layer, "gather", table.type, (*rows.shape, *table.shape[1:]))
 
-    def equal(self, a: NetworkTensor, b: NetworkTensor) -> trt.ITensor:
-        """Booleans, for :meth:`select`."""
-        layer = self.network.add_elementwise(a.tensor, b.tensor, self.module.ElementWiseOperation.EQUAL)
-        return self._added(layer, "elementwise").get_output(0)
-
-    def select(self, condition: trt.ITensor, then: NetworkTensor, other: NetworkTensor, shape: Shape) -> NetworkTensor:
-        return self._result(self.network.add_select(condition, then.tensor, other.tensor), "select", then.type, shape)
-
-    def part(self, x: NetworkTensor, axis: int, start: int, size: int) -> NetworkTensor:
-        """`size` consecutive indices of one axis of a tensor whose sizes never change."""
-        dims, rank = self.module.Dims, len(x.shape)
-        shape = [size if index == axis else x.fixed(index) for index in range(rank)]
-        starts = [start if index == axis else 0 for index in range(rank)]
-        layer = self.network.add_slice(x.tensor, dims(starts), dims(shape), dims([1] * rank))
-        return self._result(layer, "slice", x.type, tuple(shape))
-
     def concatenate(self, parts: Sequence[NetworkTensor], axis: int, shape: Shape) -> NetworkTensor:
         layer = self.network.add_concatenation([part.tensor for part in parts])
         if layer is not None:
@@ -154,7 +143,7 @@ class NetworkWriter:
         return self._result(layer, "constant", type_, tuple(values.shape))
 
     def _result(self, layer: _Layer | None, kind: str, type_: ElementType, shape: Shape) -> NetworkTensor:
-        tensor = self._added(layer, kind).get_output(0)
+        tensor: trt.ITensor = self._added(layer, kind).get_output(0)
         if tensor.dtype != type_.of(self.module):
             raise EngineError(f"layer {kind} of the network has another type", expected=type_, found=tensor.dtype)
         return NetworkTensor(tensor=tensor, type=type_, shape=shape)

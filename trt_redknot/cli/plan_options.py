@@ -1,0 +1,60 @@
+"""Options of `build_engine.py` that only the tensorrt backend reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from trt_redknot.artifacts.formats import ArtifactFormat
+from trt_redknot.engine.tensorrt.build import PlanOptions
+from trt_redknot.engine.tensorrt.builder import BuilderSettings
+from trt_redknot.engine.tensorrt.profiles import PlanLimits
+from trt_redknot.engine.tensorrt.specification import PlanFormat
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option("--decode-rows", type=click.IntRange(1), default=64, show_default=True,
+                 help="tensorrt: most sequences that are decoded together."),
+    click.option("--workspace-gib", type=click.IntRange(1), default=4, show_default=True,
+                 help="tensorrt: scratch memory that a plan may use, GiB."),
+    click.option("--optimization-level", type=click.IntRange(0, 5), default=3, show_default=True,
+                 help="tensorrt: how long the builder looks for fast tactics."),
+    click.option("--timing-cache", type=click.Path(path_type=Path),
+                 help="tensorrt: file of measured tactics, read and written; with several ranks one for each."),
+    click.option("--plugin-library", type=click.Path(path_type=Path),
+                 help="tensorrt: plugin library. Left out: the one that `make plugins` built."),
+)  # fmt: skip
+
+
+def with_plan_options(command: _Command) -> _Command:
+    """Add the options to a command; it gets them as keywords."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def plan_options(
+    chosen: dict[str, Any], *, chunk_rows: int, max_length: int, form: ArtifactFormat, rank: int, ranks: int
+) -> PlanOptions:
+    """What the options mean for one rank.
+
+    Raises:
+        EngineError: rows or lengths beyond what plans can index.
+    """
+    packed = form is ArtifactFormat.FP8
+    cache: Path | None = chosen["timing_cache"]
+    if cache is not None and ranks > 1:
+        cache = cache.with_name(f"{cache.name}.{rank}")
+    return PlanOptions(
+        limits=PlanLimits(chunk_rows=chunk_rows, max_length=max_length, decode_rows=chosen["decode_rows"]),
+        format=PlanFormat(packed_cache=packed, packed_local=packed),
+        settings=BuilderSettings(
+            workspace_bytes=chosen["workspace_gib"] * 2**30,
+            optimization_level=chosen["optimization_level"],
+            timing_cache=cache,
+        ),
+    )

@@ -1,0 +1,138 @@
+"""An engine of the tensorrt backend: weights by rank, plans that all ranks share, one engine.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trt_redknot.checkpoint import Checkpoint
+from trt_redknot.collectives import Collectives
+from trt_redknot.collectives.agreement import agree
+from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.config.profile import SplitProfile
+from trt_redknot.engine.build import BackendPart, BuildOptions, build_engine
+from trt_redknot.engine.manifest import EngineManifest
+from trt_redknot.engine.tensorrt.builder import BuilderSettings, PlanBuilder
+from trt_redknot.engine.tensorrt.memory import check_memory, memory_need
+from trt_redknot.engine.tensorrt.platform import Platform
+from trt_redknot.engine.tensorrt.profiles import PlanLimits
+from trt_redknot.engine.tensorrt.progress import STEPS_PER_PLAN
+from trt_redknot.engine.tensorrt.specification import SCALE, PlanFormat, PlanSpec, plan_spec
+from trt_redknot.engine.tensorrt.stages import plan_kinds
+from trt_redknot.errors import EngineError, RedKnotError
+from trt_redknot.ops.cuda.moe import quantise_weight
+from trt_redknot.partition import even_split
+
+PLAN_FOLDER = "plans"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What is built beside the weights."""
+
+    limits: PlanLimits
+    format: PlanFormat
+    settings: BuilderSettings
+
+
+def plan_specs(geometry: ModelGeometry, *, world: int, format: PlanFormat) -> tuple[PlanSpec, ...]:
+    """The plans of an engine, in order."""
+    return tuple(plan_spec(geometry, kind, world=world, format=format) for kind in plan_kinds(geometry))
+
+
+def plan_path(spec: PlanSpec) -> str:
+    """Where the plan lies in the engine directory."""
+    return f"{PLAN_FOLDER}/{spec.kind.name}.plan"
+
+
+def progress_steps(geometry: ModelGeometry, size: int, rank: int) -> int:
+    """Steps that this rank reports to `progress`: one for every layer, one for the rest, and those of its plans."""
+    return geometry.layers + 1 + STEPS_PER_PLAN * len(even_split(len(plan_kinds(geometry)), size)[rank])
+
+
+def build_tensorrt_engine(
+    checkpoint: Checkpoint,
+    profile: SplitProfile,
+    output: Path,
+    options: BuildOptions,
+    plans: PlanOptions,
+    collectives: Collectives,
+    platform: Callable[[], Platform],
+    *,
+    progress: Callable[[int], None] = lambda steps: None,
+) -> EngineManifest:
+    """Write the engine directory `output`. Collective: the plans are spread over the ranks, rank 0 publishes.
+
+    Args:
+        platform: finds this rank's platform; its refusal fails all ranks alike.
+        progress: told of every step on (:func:`progress_steps`).
+
+    Raises:
+        EngineError: a rank has no TensorRT, no GPU, too little memory or no plugin; the ranks differ in what they
+            build with; a plan cannot be built; `output` exists. On all ranks, with nothing at `output`.
+    """
+    found: Platform | None = None
+    error: RedKnotError | None = None
+    specs: tuple[PlanSpec, ...] = ()
+    try:
+        _check_dtype(options)
+        specs = plan_specs(checkpoint.geometry, world=collectives.size, format=plans.format)
+        found = platform()
+        need = memory_need(specs, plans.limits, workspace_bytes=plans.settings.workspace_bytes)
+        check_memory(need, found.free_bytes, found.gpu)
+        # All of them are defined before the first is built: what is missing is found in seconds.
+        builder = PlanBuilder(found, plans.limits, plans.settings)
+        for spec in specs:
+            builder.check(spec)
+    except RedKnotError as refusal:
+        error = refusal
+    records = agree(collectives, None if found is None else found.record(), error)
+    assert found is not None
+    _check_same(records)
+    mine = [specs[index] for index in even_split(len(specs), collectives.size)[collectives.rank]]
+
+    def write(staging: Path) -> list[str]:
+        return _write_plans(staging, builder, mine, progress)
+
+    part = BackendPart(
+        name="tensorrt", versions={"tensorrt": found.version}, gpu=found.gpu, plugin_build=found.plugin_build,
+        write=write, convert=fp8_experts,
+    )  # fmt: skip
+    return build_engine(checkpoint, profile, output, options, collectives, part, progress=lambda _: progress(1))
+
+
+def _write_plans(
+    staging: Path, builder: PlanBuilder, specs: list[PlanSpec], progress: Callable[[int], None]
+) -> list[str]:
+    (staging / PLAN_FOLDER).mkdir(exist_ok=True)
+    written = []
+    for spec in specs:
+        (staging / plan_path(spec)).write_bytes(builder.build(spec, progress))
+        written.append(plan_path(spec))
+    builder.save_timing_cache()
+    return written
+
+
+def _check_dtype(options: BuildOptions) -> None:
+    if options.dtype != "bfloat16":
+        raise EngineError("the tensorrt backend computes in bfloat16", expected="--dtype bfloat16", found=options.dtype)
+
+
+def _check_same(records: list[object]) -> None:
+    different = sorted({str(record) for record in records})
+    if len(different) > 1:
+        raise EngineError(
+            "the ranks would build different plans", expected=different[0], found=", ".join(different[1:]),
+            remedy="Plans are the same on every rank: use the same TensorRT, GPU and plugin library on all of them.",
+        )  # fmt: skip
+
+
+def fp8_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer's tensors with its expert weights as e4m3 codes and their scales, as plans read them."""
+    result = dict(tensors)
+    for name in ("experts.gate_up", "experts.down"):
+        result[name], result[name + SCALE] = quantise_weight(tensors[name])
+    return result

@@ -6,6 +6,7 @@ digest and the length). What reaches a new line, a new step from line to line or
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -25,6 +26,8 @@ from trt_redknot.artifacts import certificate, tensorfile
 from trt_redknot.artifacts.certificate import parse_certificate
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.files import Files
+from trt_redknot.artifacts.formats import ArtifactFormat
+from trt_redknot.artifacts.identity import ArtifactIdentity, artifact_id_of
 from trt_redknot.artifacts.tensorfile import TensorFile
 from trt_redknot.digests import digest_bytes
 
@@ -110,12 +113,15 @@ def _split_certificate(raw: bytes) -> tuple[Any, bytes] | None:
 
 
 def _join_certificate(value: Any, rest: bytes, sound: bool) -> bytes:
-    if sound and isinstance(value, dict):
-        try:
-            return signed(value)
-        except (TypeError, ValueError):
-            pass
-    return json.dumps(value).encode()
+    if not sound or not isinstance(value, dict):
+        return json.dumps(value).encode()
+    names = ("checkpoint_fingerprint", "profile_digest", "geometry_digest", "rope_digest")
+    if all(isinstance(value.get(name), str) for name in (*names, "namespace", "token_digest")):
+        fields = {name: value[name] for name in names}
+        with contextlib.suppress(ValueError, TypeError):
+            who = ArtifactIdentity(**fields, format=ArtifactFormat(value.get("artifact_format")))
+            value = {**value, "artifact_id": artifact_id_of(value["namespace"], value["token_digest"], who)}
+    return signed(value)
 
 
 def _split_tile(raw: bytes) -> tuple[Any, bytes] | None:
@@ -216,7 +222,8 @@ def _run(target: Target, raw: bytes, tally: FuzzTally) -> set[Key]:
         tally.accepted += 1
     else:
         tally.refused[refusal[0]] += 1
-        keys.add(re.sub(r"[\d']+.*", "", refusal[1]))
+        # The kind of refusal and the key it is about, without what was found there.
+        keys.add((refusal[0], re.split(r"[.\d']", refusal[1])[0]))
     return keys
 
 

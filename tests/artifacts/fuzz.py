@@ -333,7 +333,9 @@ def _digits(draw: random.Random, data: bytearray, pool: list[bytes]) -> None:
     found = list(re.finditer(rb"-?\d+", bytes(data)))
     if found:
         match = draw.choice(found)
-        data[match.start() : match.end()] = draw.choice((*map(str, _NUMBERS), "1e999", "9" * 5000, "00", "NaN")).encode()
+        data[match.start() : match.end()] = draw.choice(
+            (*map(str, _NUMBERS), "1e999", "9" * 5000, "00", "NaN")
+        ).encode()
 
 
 _BYTE_CHANGES = (_flip, _cut, _repeat, _splice, _length, _digits)

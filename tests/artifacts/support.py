@@ -112,9 +112,7 @@ class ThreadCollectives:
     def reduce_scatter(self, partial: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         return self.all_reduce(partial).split(list(counts))[self.rank]
 
-    def all_to_all(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
+    def all_to_all(self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
         pieces = [sent.split(list(counts))[self.rank] for sent, counts in self._meet((rows, send_counts))]  # type: ignore[misc]
         assert [len(piece) for piece in pieces] == list(receive_counts), "the ranks expect different numbers of rows"
         return torch.cat(pieces)

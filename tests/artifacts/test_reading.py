@@ -126,7 +126,9 @@ def test_files_without_permission_are_refused_by_name_and_the_rest_is_served(ope
         path.chmod(0)
 
         def look(path: Path = path) -> None:
-            error = refused(lambda: ArtifactStore(root).open(shut, rank=0), path if path.name != "lease.lock" else folder)
+            error = refused(
+                lambda: ArtifactStore(root).open(shut, rank=0), path if path.name != "lease.lock" else folder
+            )
             assert isinstance(error, ArtifactError)
             assert error.fault is ArtifactFault.FILE_UNREADABLE
             ArtifactStore(root).open(fine, rank=0).close()

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tests.request.test_controller import segment_tables
 from trt_redknot.engine.pool import SequenceState
 from trt_redknot.engine.rowset import RowSet
-from trt_redknot.engine.tables import ExtraRow, compress_table, visible_entries
+from trt_redknot.engine.tables import ExtraRow, compress_table
 from trt_redknot.request.segments import Segment, SegmentKind
+from trt_redknot.request.visibility import visible_entries
 
 CPU = torch.device("cpu")
 

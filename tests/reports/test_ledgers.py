@@ -16,10 +16,11 @@ from trt_redknot.config.geometry import AttentionKind, ModelGeometry, RouterKind
 from trt_redknot.config.parse import geometry_from_config
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.config.released import released_geometry
-from trt_redknot.reports.arithmetic import attended_keys, head_cost, layer_cost, visible_entries
+from trt_redknot.reports.arithmetic import attended_keys, head_cost, layer_cost
 from trt_redknot.reports.ledgers import adaptive_layers, ledgers, rows_of_layer
 from trt_redknot.request.rows import RowPlan
 from trt_redknot.request.segments import Protection, RowClass, Segment, SegmentKind
+from trt_redknot.request.visibility import visible_entries
 
 SMALL = DeepseekV4Config(
     vocab_size=128, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=9, num_attention_heads=8, head_dim=16,
@@ -168,8 +169,8 @@ def test_visible_entries_against_windows(plan: RowPlan) -> None:
                     elif segment.kind is not SegmentKind.FRESH:
                         count += segment.stop <= row
             expected.append(count)
-        assert visible_entries(plan.segments, ratio).tolist() == expected
-    assert visible_entries(plan.segments, 0).tolist() == [0] * plan.rows
+        assert visible_entries(plan.segments, np.arange(plan.rows), ratio).tolist() == expected
+    assert visible_entries(plan.segments, np.arange(plan.rows), 0).tolist() == [0] * plan.rows
 
 
 def brute_force(geometry: ModelGeometry, profile: SplitProfile, plan: RowPlan, epilogue: str) -> int:
@@ -180,7 +181,7 @@ def brute_force(geometry: ModelGeometry, profile: SplitProfile, plan: RowPlan, e
     total = head_cost(geometry)
     for layer in range(geometry.layers):
         cost = layer_cost(geometry, layer)
-        visible = visible_entries(plan.segments, geometry.ratio(layer))
+        visible = visible_entries(plan.segments, np.arange(plan.rows), geometry.ratio(layer))
         keys = attended_keys(geometry, layer, visible)
         for row in range(plan.rows):
             row_class = RowClass(plan.classes[row])

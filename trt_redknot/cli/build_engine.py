@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
 
@@ -11,14 +12,18 @@ from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.checkpoint import Checkpoint
 from trt_redknot.checkpoint.specs import check_parallelism
 from trt_redknot.cli.output import Output
+from trt_redknot.cli.plan_options import plan_options, with_plan_options
 from trt_redknot.collectives import from_communicator
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.parse import load_geometry
 from trt_redknot.config.profiles import load_profile
 from trt_redknot.config.released import released_geometry
 from trt_redknot.engine.build import BuildOptions, build_torch_engine
+from trt_redknot.engine.tensorrt.build import PlanOptions, build_tensorrt_engine, plan_specs, progress_steps
+from trt_redknot.engine.tensorrt.platform import find_platform
 from trt_redknot.errors import EngineError
 from trt_redknot.reports.estimate import show_estimate
+from trt_redknot.reports.plans import plans_to_json, show_plans
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -48,8 +53,7 @@ Examples:
     @click.option(
         "--dtype",
         type=click.Choice(["float32", "bfloat16", "float64"]),
-        default="float32",
-        show_default=True,
+        show_default="float32; bfloat16 for tensorrt",
         help="What the ranks compute in; FP8 and FP4 checkpoints are dequantised to it. float64 is for verification.",
     )
     @click.option(
@@ -77,27 +81,36 @@ Examples:
     @click.option(
         "--dry-run", is_flag=True, help="Only show what would be built: bytes per rank, artifacts, activations."
     )
+    @with_plan_options
     @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
     def command(
-        checkpoint: Path | None, output: Path | None, profile: str, tp: int | None, backend: str, dtype: str,
+        checkpoint: Path | None, output: Path | None, profile: str, tp: int | None, backend: str, dtype: str | None,
         artifact_format: str, max_length: int | None, chunk_rows: int, length: int, dry_run: bool, as_json: bool,
+        **plan_choices: Any,
     ) -> None:  # fmt: skip
         """Build an engine from a DeepSeek-V4 checkpoint. Under mpirun every rank builds its own part."""
         collectives = from_communicator(comm)
         out = Output(collectives.rank)
         geometry = _geometry(checkpoint, profile, dry_run)
         split = load_profile(profile, geometry)
+        dtype = dtype or ("bfloat16" if backend == "tensorrt" else "float32")
         form = ArtifactFormat(dtype if artifact_format == "auto" else artifact_format)
         ranks = tp or collectives.size
         check_parallelism(geometry, 0, ranks)
-        if dry_run:
-            show_estimate(out, geometry, split, tp_size=ranks, dtype=dtype, artifact_format=form, length=length,
-                          chunk_rows=chunk_rows, as_json=as_json)  # fmt: skip
-            return
+        plans: PlanOptions | None = None
         if backend == "tensorrt":
-            raise EngineError(
-                "this version builds engines of the torch backend only", expected="--backend torch", found=backend
-            )
+            plans = plan_options(
+                plan_choices, chunk_rows=chunk_rows, max_length=max_length or geometry.max_positions, form=form,
+                rank=collectives.rank, ranks=ranks,
+            )  # fmt: skip
+        if dry_run:
+            specs = () if plans is None else plan_specs(geometry, world=ranks, format=plans.format)
+            more = {} if plans is None else {"plans": plans_to_json(specs, plans.limits)}
+            show_estimate(out, geometry, split, tp_size=ranks, dtype=dtype, artifact_format=form, length=length,
+                          chunk_rows=chunk_rows, as_json=as_json, more=more)  # fmt: skip
+            if plans is not None and not as_json:
+                show_plans(out, specs, plans.limits)
+            return
         if checkpoint is None or output is None:
             raise click.UsageError("--checkpoint and --output are needed, unless with --dry-run.")
         if ranks != collectives.size:
@@ -110,15 +123,25 @@ Examples:
             dtype=cast('Literal["float64", "float32", "bfloat16"]', dtype), artifact_format=form, max_length=max_length,
             chunk_rows=chunk_rows,
         )  # fmt: skip
-        with out.progress(f"building {output}", geometry.layers + 1) as advance:
-            manifest = build_torch_engine(opened, split, output, options, collectives, progress=lambda _: advance(1))
+        steps = geometry.layers + 1 if plans is None else progress_steps(geometry, collectives.size, collectives.rank)
+        with out.progress(f"building {output}", steps) as advance:
+            if plans is None:
+                manifest = build_torch_engine(
+                    opened, split, output, options, collectives, progress=lambda _: advance(1)
+                )
+            else:
+                platform = partial(find_platform, collectives.rank, plan_choices["plugin_library"])
+                manifest = build_tensorrt_engine(
+                    opened, split, output, options, plans, collectives, platform, progress=advance
+                )
         if as_json:
             out.json(
                 {"engine": str(output), "tp_size": manifest.tp_size, "checkpoint": manifest.checkpoint_fingerprint}
             )
         else:
             total = sum(file.bytes for rank in manifest.ranks for file in rank.files)
-            out.note(f"{output}: {manifest.tp_size} rank(s), {total:,} bytes of weights, profile {split.name}")
+            content = "weights" if plans is None else "weights and plans"
+            out.note(f"{output}: {manifest.tp_size} rank(s), {total:,} bytes of {content}, profile {split.name}")
 
     return command
 

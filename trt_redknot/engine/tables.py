@@ -14,6 +14,7 @@ from trt_redknot.engine.pool import SequenceState, tail_rows
 from trt_redknot.engine.rowset import RowSet
 from trt_redknot.ops.tables import AttentionTable, CompressTable
 from trt_redknot.request.segments import Segment, SegmentKind
+from trt_redknot.request.visibility import visible_entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,20 +44,6 @@ class RatioTables:
     compress: CompressTable | None
     tail_targets: torch.Tensor
     tail_sources: torch.Tensor
-
-
-def visible_entries(segments: Sequence[Segment], positions: NDArray[np.int64], ratio: int) -> NDArray[np.int64]:
-    """Compressed entries a row at each position may see: those whose window's last token is at or before it. The
-    partial window of a document is seen once the whole document is before the row."""
-    visible = np.zeros(len(positions), dtype=np.int64)
-    if ratio == 0:
-        return visible
-    for segment in segments:
-        full = segment.length // ratio
-        visible += np.clip((positions - segment.start + 1) // ratio, 0, full)
-        if segment.entries(ratio) > full:
-            visible += positions >= segment.stop
-    return visible
 
 
 def attention_table(

@@ -6,14 +6,12 @@ A layer's cost is linear in four counts: rows that run, (head, row) pairs comput
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry
-from trt_redknot.request.segments import Segment
 
 Counts = NDArray[np.int64]
 
@@ -67,24 +65,6 @@ def head_cost(geometry: ModelGeometry) -> int:
     """Collapse of the streams and the vocabulary projection for the one row whose logits choose the first token."""
     width = geometry.streams * geometry.hidden
     return geometry.streams * width + width + geometry.hidden * geometry.vocab
-
-
-def visible_entries(segments: Sequence[Segment], ratio: int) -> Counts:
-    """Compressed entries each row may see, int64 [N], at `ratio` tokens per window (0: none).
-
-    Of its own segment a row sees the windows that end at or before it; of earlier segments all entries, the last,
-    partial window of a document among them (design section 3).
-    """
-    rows = sum(segment.length for segment in segments)
-    visible = np.zeros(rows, dtype=np.int64)
-    if ratio == 0:
-        return visible
-    before = 0
-    for segment in segments:
-        own = np.arange(1, segment.length + 1, dtype=np.int64) // ratio
-        visible[segment.start : segment.stop] = before + own
-        before += segment.entries(ratio)
-    return visible
 
 
 def attended_keys(geometry: ModelGeometry, layer: int, visible: Counts) -> Counts:

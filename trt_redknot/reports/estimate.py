@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,7 @@ def show_estimate(
     length: int,
     chunk_rows: int,
     as_json: bool,
+    more: Mapping[str, object] | None = None,
 ) -> None:
     """Print what a rank of an engine would need, as tables or as JSON.
 
@@ -44,6 +46,7 @@ def show_estimate(
         dtype: name of the torch dtype of activations and caches.
         artifact_format: the format that is marked as the chosen one.
         length: tokens of one request.
+        more: further keys of the JSON object.
 
     Raises:
         CheckpointError: `tp_size` does not divide the output groups.
@@ -57,7 +60,7 @@ def show_estimate(
         activation_dtype=getattr(torch, dtype),
     )
     if as_json:
-        out.json(result.to_json() | {"artifact_format": artifact_format.value})
+        out.json(result.to_json() | {"artifact_format": artifact_format.value} | dict(more or {}))
     else:
         out.show(*estimate_tables(result, artifact_format))
 

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry, RouterKind
 from trt_redknot.config.profile import SplitProfile
-from trt_redknot.reports.arithmetic import attended_keys, head_cost, layer_cost, visible_entries
+from trt_redknot.reports.arithmetic import attended_keys, head_cost, layer_cost
 from trt_redknot.reports.report import Ledger, Ledgers
 from trt_redknot.request.rows import RowPlan
 from trt_redknot.request.segments import RowClass, Segment, SegmentKind
+from trt_redknot.request.visibility import visible_entries
 
 Epilogue = Literal["full", "active"]
 Mask = NDArray[np.bool_]
@@ -106,20 +107,22 @@ def _multiply_adds(
     if plan.rows == 0:
         return 0
     adaptive = set(adaptive_layers(geometry, profile)) if len(k_histogram) else set()
-    visible = {ratio: visible_entries(plan.segments, ratio) for ratio in {0, geometry.csa_ratio, geometry.hca_ratio}}
+    positions = np.arange(plan.rows)
+    ratios = {0, geometry.csa_ratio, geometry.hca_ratio}
+    visible = {ratio: visible_entries(plan.segments, positions, ratio) for ratio in ratios}
     executed = head_cost(geometry)
     adaptive_pairs = 0
     for layer in range(geometry.layers):
         cost = layer_cost(geometry, layer)
-        rows = rows_of_layer(profile, plan, epilogue, layer)
-        every, some = int(rows.all_heads.sum()), int(rows.global_heads.sum())
+        ran = rows_of_layer(profile, plan, epilogue, layer)
+        every, some = int(ran.all_heads.sum()), int(ran.global_heads.sum())
         keys = attended_keys(geometry, layer, visible[geometry.ratio(layer)])
         executed += cost.row * (every + some)
         executed += cost.head * (geometry.heads * every + geometry.output_groups * some)
-        executed += cost.key * geometry.heads * int(keys[rows.all_heads].sum())
-        executed += cost.key * geometry.output_groups * int(keys[rows.global_heads].sum())
+        executed += cost.key * geometry.heads * int(keys[ran.all_heads].sum())
+        executed += cost.key * geometry.output_groups * int(keys[ran.global_heads].sum())
         if geometry.attention_kinds[layer] is AttentionKind.CSA:
-            executed += cost.scored * int(visible[geometry.csa_ratio][rows.running].sum())
+            executed += cost.scored * int(visible[geometry.csa_ratio][ran.running].sum())
         if layer in adaptive:
             adaptive_pairs += every + some
         else:

@@ -86,7 +86,7 @@ def build_tensorrt_engine(
         # All of them are defined before the first is built: what is missing is found in seconds.
         builder = PlanBuilder(found, plans.limits, plans.settings)
         for spec in specs:
-            builder.check(spec)
+            builder.define(spec)
     except RedKnotError as refusal:
         error = refusal
     records = agree(collectives, None if found is None else found.record(), error)

@@ -47,14 +47,6 @@ class PlanBuilder:
         self._builder = platform.module.Builder(platform.logger)
         self._cache: trt.ITimingCache | None = None
 
-    def check(self, spec: PlanSpec) -> None:
-        """Define the plan's network and throw it away.
-
-        Raises:
-            EngineError: an op has no implementation here, a plugin is missing, or TensorRT refuses a layer.
-        """
-        self._define(spec)
-
     def build(self, spec: PlanSpec, advance: Callable[[int], None] = lambda _: None) -> bytes:
         """The serialized plan.
 
@@ -62,9 +54,9 @@ class PlanBuilder:
             advance: told of progress, STEPS_PER_PLAN steps in all.
 
         Raises:
-            EngineError: as in `check`, or TensorRT cannot build the network.
+            EngineError: as in `define`, or TensorRT cannot build the network.
         """
-        network, port = self._define(spec)
+        network, port = self.define(spec)
         progress = PlanProgress(advance)
         config = self._configuration(spec, port)
         config.progress_monitor = make_monitor(self._platform.module, progress)
@@ -89,7 +81,12 @@ class PlanBuilder:
         except OSError as error:
             raise EngineError(f"the timing cache cannot be written: {error.strerror}", path=path) from error
 
-    def _define(self, spec: PlanSpec) -> tuple[trt.INetworkDefinition, PluginPort]:
+    def define(self, spec: PlanSpec) -> tuple[trt.INetworkDefinition, PluginPort]:
+        """The plan's network and the port that holds its plugins.
+
+        Raises:
+            EngineError: an op has no implementation here, a plugin is missing, or TensorRT refuses a layer.
+        """
         module = self._platform.module
         # Implied on 11, needed on 10.
         flag = 1 << int(module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)

@@ -17,7 +17,7 @@ TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
-REQUIREMENTS := requirements/runtime.txt requirements/test.txt requirements/constraints.txt
+REQUIREMENTS := requirements/runtime.txt requirements/test.txt requirements/constraints.txt requirements/plugins.txt
 # The stamp names the content of everything the environment is made from, so that a changed pin makes it anew.
 STAMP := $(VENV)/.installed-$(shell cat $(REQUIREMENTS) pyproject.toml setup.py | cksum | tr ' ' '-')
 SOURCES := trt_redknot tests examples run benches triton build_engine.py setup.py
@@ -73,6 +73,7 @@ $(STAMP):
 	if [[ ! -x "$(BIN)/python" ]]; then echo "making $(VENV) with $$("$$python" --version)"; "$$python" -m venv "$(VENV)"; fi; \
 	echo "installing the pinned requirements into $(VENV)"; \
 	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt -r requirements/test.txt -c requirements/constraints.txt; \
+	if command -v nvcc >/dev/null; then "$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/plugins.txt; fi; \
 	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .; \
 	rm -f "$(VENV)"/.installed-*; touch "$(STAMP)"
 
@@ -82,7 +83,7 @@ plugins: venv
 # A local version label (torch 2.13.0+cpu) names a build of the same release: the lock keeps the release.
 lock: venv
 	@{ echo "# Every package of the environment, exactly. Written by make lock."; \
-	  $(BIN)/python -m pip freeze --all --disable-pip-version-check --exclude-editable --exclude pip | sed 's/+[a-z0-9.]*$$//'; } > requirements/constraints.txt
+	  $(BIN)/python -m pip freeze --all --disable-pip-version-check --exclude-editable --exclude pip $(patsubst %,--exclude %,$(shell sed -n 's/==.*//p' requirements/plugins.txt)) | sed 's/+[a-z0-9.]*$$//'; } > requirements/constraints.txt
 
 clean:
 	@rm -rf build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info trt_redknot/lib

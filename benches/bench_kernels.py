@@ -1,7 +1,8 @@
 """One table of every measured kernel: `python -m benches.bench_kernels [--json FILE]`, on an idle GPU.
 
-Times are medians between device events. `ratio` is the peer's time over ours: FlashMLA for attention (where installed),
-the measured FP8 matrix product rate for the indexer. `TFLOP/s` and `GB/s` count what the op has to do, not what it does.
+Times are medians between device events. `ratio` is the peer's time over ours. The peer of attention is FlashMLA, where
+it is installed; that of the indexer is the FP8 matrix product rate measured in the same run. `TFLOP/s` and `GB/s` count
+what the op has to do, not what it does.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ CORPUS = Path(__file__).parents[1] / "data" / "fuzz"
 # One input must never cost more; the slowest honest one takes milliseconds.
 SLOWEST_S = 5.0
 _LARGEST = 4096
-_NUMBERS = (0, 1, -1, 7, 8, 255, 1 << 20, (1 << 20) + 8, (1 << 31) - 1, 1 << 31, 1 << 47, 1 << 48, 1 << 62, 1 << 63, (1 << 64) - 1)  # fmt: skip
+_POWERS = (20, 31, 47, 48, 62, 63)
+_NUMBERS = (0, 1, -1, 7, 8, 255, (1 << 20) + 8, (1 << 31) - 1, (1 << 64) - 1, *(1 << power for power in _POWERS))
 _ODD = (None, True, False, "", "x", "..", "/", "a/../b", "\u0000", [], {}, [[]], 0.5, 1e308, -0.0, "9" * 400, 10**400)
 
 Key = object
@@ -75,7 +76,8 @@ def parse_as_certificate(raw: bytes) -> tuple[str, str] | None:
     try:
         parsed = parse_certificate(raw, label="fuzz")
     except ArtifactError as error:
-        assert error.fault.startswith("certificate_"), error.fault
+        if not error.fault.startswith("certificate_"):
+            raise AssertionError(f"not a fault of certificates: {error.fault}") from error
         return error.fault.value, error.problem
     assert parsed.encode() == raw, "accepted, and is not what we would write"
     for file in parsed.files:
@@ -92,7 +94,8 @@ def parse_as_tile(raw: bytes) -> tuple[str, str] | None:
         try:
             file = TensorFile(fd, len(raw), label="fuzz", files=Files())
         except ArtifactError as error:
-            assert error.fault is ArtifactFault.FILE_HEADER, error.fault
+            if error.fault is not ArtifactFault.FILE_HEADER:
+                raise AssertionError(f"not a fault of headers: {error.fault}") from error
             return error.fault.value, error.problem
         header = 8 + int.from_bytes(raw[:8], "little")
         read = b"".join(_bytes_of(file, name) for name in file.names())
@@ -179,7 +182,7 @@ def fuzz(target: Target, *, seconds: float, seed: int, corpus: Iterable[bytes], 
     while waiting or time.monotonic() < end:
         raw = waiting.pop() if waiting else _changed(target, draw, pool)
         keys = _run(target, raw, tally)
-        if not keys <= known and (len(raw) <= _LARGEST or not pool):
+        if not pool or (not keys <= known and len(raw) <= _LARGEST):
             known |= keys
             pool.append(raw)
             if keep is not None:
@@ -333,9 +336,8 @@ def _digits(draw: random.Random, data: bytearray, pool: list[bytes]) -> None:
     found = list(re.finditer(rb"-?\d+", bytes(data)))
     if found:
         match = draw.choice(found)
-        data[match.start() : match.end()] = draw.choice(
-            (*map(str, _NUMBERS), "1e999", "9" * 5000, "00", "NaN")
-        ).encode()
+        text = draw.choice((*map(str, _NUMBERS), "1e999", "9" * 5000, "00", "NaN"))
+        data[match.start() : match.end()] = text.encode()
 
 
 _BYTE_CHANGES = (_flip, _cut, _repeat, _splice, _length, _digits)

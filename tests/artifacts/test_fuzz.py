@@ -39,5 +39,5 @@ def test_the_fuzzer_finds_what_a_parser_does_wrong(monkeypatch: pytest.MonkeyPat
         return None
 
     broken = Target(name="broken", parse=trusting, split=TILE.split, join=TILE.join, traced=TILE.traced)
-    tally: FuzzTally = fuzz.fuzz(broken, seconds=1.0, seed=1, corpus=[corpus_of(TILE)[0][:8] * 4, bytes(64)])
+    tally: FuzzTally = fuzz.fuzz(broken, seconds=1.0, seed=1, corpus=[bytes(64)])
     assert any("trusted" in problem for problem in tally.problems)

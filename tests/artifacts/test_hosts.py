@@ -112,15 +112,12 @@ def test_who_comes_at_once_agrees_on_one_owner(tmp_path: Path) -> None:
     torch.set_num_threads(1)
 
     def claim(kernel: str, log: Path) -> None:
-        try:
-            with store_on(tmp_path / "store", kernel, None)._folder.mutex():
-                log.touch()
-        except StoreError as error:
-            assert "another host" in str(error)
+        with store_on(tmp_path / "store", kernel, None)._folder.mutex():
+            log.touch()
 
     logs = [tmp_path / f"won-{number}" for number in range(6)]
-    children = [Child(lambda _, n=n: claim(str(n), logs[n])) for n in range(6)]
-    assert [child.wait() for child in children] == [0] * 6
+    children = [Child(lambda _, n=n: claim(str(n), logs[n]), quiet=StoreError) for n in range(6)]
+    assert sorted(child.wait() for child in children) == [0, 1, 1, 1, 1, 1]
     assert sum(log.exists() for log in logs) == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,6 +101,25 @@ def test_damage_is_named_and_quarantined(tmp_path: Path, case: str) -> None:
     assert store.gc().quarantined == 0
     assert store.gc(quarantine=True).quarantined == 1
     assert store.stat().quarantined == 0
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_to_any_file_is_refused_and_recovered_from(tmp_path: Path, case: str) -> None:
+    _, artifact_id, folder = built(tmp_path / "whole")
+    files = [path.relative_to(tmp_path / "whole") for path in folder.rglob("*") if path.name != "lease.lock"]
+    for number, name in enumerate(path for path in files if path.suffix):
+        root = tmp_path / str(number) / "below" / "store"
+        shutil.copytree(tmp_path / "whole", root)
+        DAMAGE[case][0](root / name)
+        store = ArtifactStore(root)
+        with pytest.raises(ArtifactError):
+            store.open(artifact_id, rank=0)
+        assert not any(verdict.sound for verdict in store.verify())
+        assert build_artifact(store, TOKENS, LocalCollectives()) == artifact_id
+        with store.open(artifact_id, rank=0) as lease:
+            assert lease.tokens().tolist() == TOKENS
+        assert all(verdict.sound for verdict in store.verify())
+    assert number >= 5
 
 
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -225,6 +245,13 @@ def test_a_linked_artifact_is_not_followed(tmp_path: Path) -> None:
         store.open(artifact_id)
     store.gc(quarantine=True)
     assert (tmp_path / "outside" / "gen-00000001" / GROUP).exists()
+    with pytest.raises(StoreError, match="a link lies where"):
+        build_artifact(store, TOKENS, LocalCollectives())
+    assert len(list((tmp_path / "outside").iterdir())) == 1
+    assert store.stat().reserved_bytes == 0
+    folder.parent.unlink()
+    build_artifact(store, TOKENS, LocalCollectives())
+    assert len(store.ls()) == 1
 
 
 def test_a_malformed_certificate_is_listed_as_such(tmp_path: Path) -> None:

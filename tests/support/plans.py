@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.parse import geometry_from_config
@@ -18,9 +21,9 @@ PACKED = PlanFormat(packed_cache=True, packed_local=True)
 WORLDS = {"nano": 2, "flash": 8, "pro": 8}
 
 
-def nano_geometry() -> ModelGeometry:
-    """Six small layers of every kind with the head sizes that the kernels serve."""
-    changes = {
+def nano_config() -> dict[str, Any]:
+    """Six small layers of every kind with the head sizes that the kernels serve, as a released config.json."""
+    config = released_config("flash") | {
         "compress_ratios": [0, 0, 4, 128, 4, 128, 0],
         "hidden_size": 256,
         "index_topk": 64,
@@ -33,7 +36,19 @@ def nano_geometry() -> ModelGeometry:
         "q_lora_rank": 128,
         "vocab_size": 515,
     }
-    return geometry_from_config(released_config("flash") | changes, source="nano")
+    del config["quantization_config"]
+    return config
+
+
+def nano_geometry() -> ModelGeometry:
+    return geometry_from_config(nano_config(), source="nano")
+
+
+def write_nano(directory: Path) -> Path:
+    """A checkpoint of the nano geometry with random weights, written by transformers."""
+    model = DeepseekV4ForCausalLM(DeepseekV4Config.from_dict(nano_config()))
+    model.save_pretrained(directory)
+    return directory
 
 
 def geometry(name: str) -> ModelGeometry:

@@ -163,7 +163,8 @@ def _prepare(store: StoreFolder, capacity: int | None, find: Find, order: BuildO
         if (found := find(draft)) is not None:
             lock.close()
             return Site(name=None, generation=found.generation)
-        generation = max(store.generations(draft.artifact_id, certified=False), default=0) + 1
+        store.refuse_links(draft.artifact_id)
+        generation = store.next_generation(draft.artifact_id)
         sizes = [(plan.path, plan.bytes) for plan in order.plans]
         needed = data_bytes(order.plans) + certificate_bytes(order.draft(generation), sizes)
         return _create_site(store, capacity, draft.artifact_id, generation, needed, lock)

@@ -231,6 +231,7 @@ class ArtifactBuild:
             write_file(disk, source / CERTIFICATE, [memoryview(certificate.encode())])
             sync_folder(disk, source)
             with self._store.mutex():
+                self._store.refuse_links(self.artifact_id)
                 target = self._store.generation(self.artifact_id, self.generation)
                 ensure_folder(disk, target.parent)
                 disk.rename(source, target)

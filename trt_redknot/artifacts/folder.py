@@ -160,6 +160,21 @@ class StoreFolder:
                 found.append(int(match[1]))
         return found
 
+    def next_generation(self, artifact_id: str) -> int:
+        """The first number above every name that looks like a generation, be it a folder, a file or a link."""
+        try:
+            names = os.listdir(self.artifact(artifact_id))
+        except FileNotFoundError:
+            return 1
+        matches = (_GENERATION_PATTERN.fullmatch(name) for name in names)
+        return max((int(match[1]) for match in matches if match), default=0) + 1
+
+    def refuse_links(self, artifact_id: str) -> None:
+        """Raise StoreError where a link would lead a publication out of the root."""
+        for path in (self.home, self.artifact(artifact_id)):
+            if path.is_symlink():
+                raise StoreError("a link lies where an artifact belongs", path=path, remedy="Remove the link.")
+
     def published(self, artifact_id: str, *, certified: bool = True) -> list[Published]:
         """The generations of an artifact, ascending; without `certified` also those that lost their certificate."""
         numbers = self.generations(artifact_id, certified=certified)

@@ -156,7 +156,7 @@ class ArtifactStore(Maintenance):
         )
 
     def newest(self, artifact_id: str) -> int | None:
-        """The newest generation that has a certificate, None where there is none. ArtifactError where it is unreadable."""
+        """The newest generation that has a certificate, None where there is none; ArtifactError if it is unreadable."""
         return max(present_generations(self._folder, artifact_id), default=None)
 
     def read_tokens(self, artifact_id: str, identity: ArtifactIdentity) -> NDArray[np.int64] | None:

@@ -96,6 +96,11 @@ Examples:
         dtype = dtype or ("bfloat16" if backend == "tensorrt" else "float32")
         form = ArtifactFormat(dtype if artifact_format == "auto" else artifact_format)
         ranks = tp or collectives.size
+        if max_length is not None and max_length > geometry.max_positions:
+            raise EngineError(
+                "--max-length is more than the network has positions for", expected=f"at most {geometry.max_positions}",
+                found=max_length,
+            )  # fmt: skip
         check_parallelism(geometry, 0, ranks)
         plans: PlanOptions | None = None
         if backend == "tensorrt":

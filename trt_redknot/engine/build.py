@@ -250,9 +250,11 @@ def _manifest(
         tp_size=tp_size,
         max_length=options.max_length or geometry.max_positions,
         chunk_rows=options.chunk_rows,
-        versions={name: importlib.metadata.version(name) for name in _VERSIONED} | {"trt-redknot": VERSION},
-        gpu=None,
-        plugin_build=None,
+        versions={name: importlib.metadata.version(name) for name in _VERSIONED}
+        | {"trt-redknot": VERSION}
+        | part.versions,
+        gpu=part.gpu,
+        plugin_build=part.plugin_build,
         ranks=tuple(ranks),
         tokenizer_files=tuple(tokenizer),
     )

@@ -17,7 +17,8 @@ TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
-REQUIREMENTS := requirements/runtime.txt requirements/test.txt requirements/constraints.txt requirements/plugins.txt
+REQUIREMENTS := requirements/runtime.txt requirements/test.txt requirements/constraints.txt requirements/plugins.txt \
+  requirements/tensorrt.txt requirements/typings.txt requirements/repair_typings.py
 # The stamp names the content of everything the environment is made from, so that a changed pin makes it anew.
 STAMP := $(VENV)/.installed-$(shell cat $(REQUIREMENTS) pyproject.toml setup.py | cksum | tr ' ' '-')
 SOURCES := trt_redknot tests examples run benches triton build_engine.py setup.py
@@ -39,7 +40,7 @@ test: lint
 lint: venv
 	@echo "ruff check";  $(BIN)/ruff check $(PRESENT)
 	@echo "ruff format"; $(BIN)/ruff format --check $(PRESENT)
-	@echo "mypy";        $(BIN)/mypy $(TYPED)
+	@echo "mypy";        MYPYPATH="$(VENV)/typings" $(BIN)/mypy $(TYPED)
 ifneq ($(CUDA_SOURCES),)
 	@echo "clang-format"; $(BIN)/clang-format --dry-run --Werror $(CUDA_SOURCES)
 else
@@ -74,6 +75,9 @@ $(STAMP):
 	echo "installing the pinned requirements into $(VENV)"; \
 	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt -r requirements/test.txt -c requirements/constraints.txt; \
 	if command -v nvcc >/dev/null; then "$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/plugins.txt; fi; \
+	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/tensorrt.txt || echo "TensorRT for RTX cannot be installed here: tests that compile plans will be skipped"; \
+	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$(VENV)/typings" -r requirements/typings.txt; \
+	"$(BIN)/python" requirements/repair_typings.py "$(VENV)/typings"; \
 	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .; \
 	rm -f "$(VENV)"/.installed-*; touch "$(STAMP)"
 
@@ -83,7 +87,7 @@ plugins: venv
 # A local version label (torch 2.13.0+cpu) names a build of the same release: the lock keeps the release.
 lock: venv
 	@{ echo "# Every package of the environment, exactly. Written by make lock."; \
-	  $(BIN)/python -m pip freeze --all --disable-pip-version-check --exclude-editable --exclude pip $(patsubst %,--exclude %,$(shell sed -n 's/==.*//p' requirements/plugins.txt)) | sed 's/+[a-z0-9.]*$$//'; } > requirements/constraints.txt
+	  $(BIN)/python -m pip freeze --all --disable-pip-version-check --exclude-editable --exclude pip $(patsubst %,--exclude %,$(shell sed -n 's/==.*//p' requirements/plugins.txt requirements/tensorrt.txt)) | sed 's/+[a-z0-9.]*$$//'; } > requirements/constraints.txt
 
 clean:
 	@rm -rf build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info trt_redknot/lib

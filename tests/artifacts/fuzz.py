@@ -23,7 +23,7 @@ from typing import Any
 
 from tests.artifacts.test_certificate import signed
 from trt_redknot.artifacts import certificate, tensorfile
-from trt_redknot.artifacts.certificate import parse_certificate
+from trt_redknot.artifacts.certificate import Certificate, parse_certificate
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.files import Files
 from trt_redknot.artifacts.formats import ArtifactFormat
@@ -225,8 +225,10 @@ def _run(target: Target, raw: bytes, tally: FuzzTally) -> set[Key]:
         tally.accepted += 1
     else:
         tally.refused[refusal[0]] += 1
-        # The kind of refusal and the key it is about, without what was found there.
-        keys.add((refusal[0], re.split(r"[.\d']", refusal[1])[0]))
+        # The kind of refusal and the key it is about, unless that is one that was made up.
+        about = re.split(r"[.\d']|: (?=[A-Z])", refusal[1])[0]
+        field = about.rpartition(": ")[2]
+        keys.add((refusal[0], about if field == about or field in Certificate.model_fields else "a key"))
     return keys
 
 

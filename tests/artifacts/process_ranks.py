@@ -66,7 +66,8 @@ def start_ranks(size: int, work: Callable[[ProcessCollectives], object]) -> list
         try:
             work(ProcessCollectives(rank, {other: end for (owner, other), end in ends.items() if owner == rank}))  # type: ignore[arg-type]
         except RedKnotError as error:
-            print(error, file=sys.stderr)
+            if not isinstance(error, CollectiveError):
+                print(error, file=sys.stderr)
             raise SystemExit(3) from error
 
     children = [Child(lambda _, rank=rank: run(rank), quiet=SystemExit) for rank in range(size)]

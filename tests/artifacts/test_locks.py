@@ -107,10 +107,30 @@ def test_a_lease_ends_with_its_process(tmp_path: Path) -> None:
     artifact_id = build_artifact(store, TOKENS, LOCAL)
     child = Child(lambda tell: hold_lease(tmp_path, artifact_id, tell))
     child.wait_for_signal()
-    with pytest.raises(StoreError, match="in use"):
+    with pytest.raises(StoreError, match=f"in use, found holder pid {child.pid} on {os.uname().nodename}"):
         store.rm(artifact_id)
     child.kill()
     assert len(store.rm(artifact_id)) == 1
+
+
+def hold_for_removal(root: Path, tell: Callable[[], None]) -> None:
+    folder = ArtifactStore(root)._folder
+    (found,) = folder.all_published()
+    with folder.try_own(found.path):  # type: ignore[union-attr]
+        tell()
+        time.sleep(60)
+
+
+def test_a_reader_that_waits_too_long_is_told_who_removes(tmp_path: Path) -> None:
+    artifact_id = build_artifact(ArtifactStore(tmp_path), TOKENS, LOCAL)
+    child = Child(lambda tell: hold_for_removal(tmp_path, tell))
+    child.wait_for_signal()
+    try:
+        with pytest.raises(StoreError, match=f"stayed locked.*holder pid {child.pid} on"):
+            ArtifactStore(tmp_path).open(artifact_id, rank=0, timeout_s=0.1)
+    finally:
+        child.kill()
+    ArtifactStore(tmp_path).open(artifact_id, rank=0, timeout_s=5.0).close()
 
 
 def one_step(store: ArtifactStore, step: int) -> None:

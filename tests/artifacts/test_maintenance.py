@@ -184,6 +184,16 @@ def test_quarantined_tokens_still_prove_themselves(tmp_path: Path) -> None:
     assert store.read_tokens(artifact_id, identity(checkpoint="c" * 64)) is None
 
 
+def test_who_is_late_to_set_aside_finds_no_other_generation_of_that_number(tmp_path: Path) -> None:
+    store, artifact_id, folder = built(tmp_path)
+    flipped(folder / GROUP, 9)
+    assert store.quarantine(artifact_id, 1, "the first rank to say so") is not None
+    build_artifact(store, TOKENS, LocalCollectives())
+    assert store.quarantine(artifact_id, 1, "another rank, later") is None
+    with store.open(artifact_id, rank=0) as lease:
+        assert lease.generation == 2
+
+
 def test_what_is_leased_is_neither_removed_nor_quarantined(tmp_path: Path) -> None:
     store, artifact_id, folder = built(tmp_path)
     with store.open(artifact_id, rank=0) as lease:

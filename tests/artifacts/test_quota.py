@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.artifacts.support import build_artifact
-from trt_redknot.artifacts import ArtifactStore, files, folder
+from trt_redknot.artifacts import ArtifactStore, files, usage
 from trt_redknot.collectives import LocalCollectives
 from trt_redknot.errors import CapacityError, StoreError
 
@@ -96,12 +96,12 @@ def test_a_clock_that_is_moved_back_does_not_change_the_order(tmp_path: Path, mo
     one = size_of_one(tmp_path / "probe")
     store = ArtifactStore(tmp_path / "store", namespace="mine", capacity_bytes=3 * one)
     day = 86_400 * 10**9
-    now = folder.time.time_ns()
+    now = usage.time.time_ns()
     ids = []
     for number, back in enumerate((0, 3, 8)):
-        monkeypatch.setattr(folder.time, "time_ns", lambda back=back: now - back * day)
+        monkeypatch.setattr(usage.time, "time_ns", lambda back=back: now - back * day)
         ids.append(build_artifact(store, document(number), LOCAL))
-    monkeypatch.setattr(folder.time, "time_ns", lambda: now - 30 * day)
+    monkeypatch.setattr(usage.time, "time_ns", lambda: now - 30 * day)
     store.open(ids[0]).close()
     ids.append(build_artifact(store, document(3), LOCAL))
     assert present(store) == {ids[0], ids[2], ids[3]}

@@ -185,7 +185,7 @@ def _hints(
     artifact_id: str, token_digest: str | None, store: ArtifactStore, identity: ArtifactIdentity
 ) -> Iterator[str]:
     """Why an artifact may be missing: set aside, in another namespace, or built for another engine."""
-    for place in store.set_aside(artifact_id):
+    for place in store.quarantined(artifact_id):
         yield f"a generation is in quarantine, {place.name}: {_reason(place)}"
     for folder in real_folders(store.root):
         elsewhere = not folder.name.startswith(".") and folder.name != store.namespace

@@ -30,6 +30,7 @@ from trt_redknot.artifacts.layout import (
 )
 from trt_redknot.artifacts.locks import FileLock
 from trt_redknot.artifacts.tensorfile import file_chunks
+from trt_redknot.artifacts.usage import record_use
 from trt_redknot.collectives.agreement import agree
 from trt_redknot.collectives.base import Collectives
 from trt_redknot.config.geometry import ModelGeometry
@@ -225,7 +226,7 @@ class ArtifactBuild:
             disk = self._store.files
             write_file(disk, source / LEASE_LOCK, [])
             with Descriptor(os.open(source / LEASE_LOCK, os.O_RDWR | os.O_NOFOLLOW)) as lock:
-                self._store.record_use(lock.fd)
+                record_use(self._store, lock.fd)
             for folder in sorted({os.path.dirname(file.path) for file in files}):
                 sync_folder(disk, source / folder)
             write_file(disk, source / CERTIFICATE, [memoryview(certificate.encode())])

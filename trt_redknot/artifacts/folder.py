@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import re
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,9 +34,7 @@ from trt_redknot.artifacts.files import (
     ensure_folder,
     read_exactly,
     real_folders,
-    sync_folder,
     tree_bytes,
-    write_file,
 )
 from trt_redknot.artifacts.hosts import Host, HostGuard
 from trt_redknot.artifacts.layout import CERTIFICATE, LEASE_LOCK
@@ -51,11 +48,9 @@ RESERVATION = "reservation.json"
 GENERATION_FOLDER = "generation"
 REASON_FILE = "reason.json"
 PIN_FILE = "pinned"
-_GENERATION_PATTERN = re.compile(r"gen-(\d{8})")
-_QUARANTINE_PATTERN = re.compile(r"(.+)\.([0-9a-f]{32})\.gen-\d{8}\.[0-9a-f]{8}")
+_GENERATION_PATTERN = re.compile(r"gen-(?P<number>\d{8})")
+_QUARANTINE_PATTERN = re.compile(r"(.+)\.([0-9a-f]{32})\.gen-(?P<number>\d{8})\.[0-9a-f]{8}")
 _MAX_NOTE_BYTES = 1 << 16
-# Coarser than the times that file systems keep.
-_TICK_NS = 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,13 +156,16 @@ class StoreFolder:
         return found
 
     def next_generation(self, artifact_id: str) -> int:
-        """The first number above every name that looks like a generation, be it a folder, a file or a link."""
-        try:
+        """The first number above every name that looks like a generation, be it a folder, a file or a link.
+
+        Those in quarantine count: who still means to set one of them aside must not find another of its number.
+        """
+        names: list[str] = []
+        with contextlib.suppress(FileNotFoundError):
             names = os.listdir(self.artifact(artifact_id))
-        except FileNotFoundError:
-            return 1
-        matches = (_GENERATION_PATTERN.fullmatch(name) for name in names)
-        return max((int(match[1]) for match in matches if match), default=0) + 1
+        matches = [_GENERATION_PATTERN.fullmatch(name) for name in names]
+        matches += [_QUARANTINE_PATTERN.fullmatch(place.name) for place in self.quarantined(artifact_id)]
+        return max((int(match["number"]) for match in matches if match), default=0) + 1
 
     def refuse_links(self, artifact_id: str) -> None:
         """Raise StoreError where a link would lead a publication out of the root."""
@@ -242,42 +240,6 @@ class StoreFolder:
         doomed = self.trash / uuid.uuid4().hex
         self.files.rename(path, doomed)
         self.files.remove_tree(doomed)
-
-    def set_aside(self, found: Published, reason: str) -> Path | None:
-        """Move a corrupt generation into quarantine beside a reason file; None where it is leased or gone."""
-        with self.mutex():
-            try:
-                lock = self.try_own(found.path)
-            except OSError:
-                lock = None
-                if not os.path.lexists(found.path):
-                    return None
-            else:
-                if lock is None:
-                    return None
-            with lock or contextlib.nullcontext():
-                place = self.quarantine / self.unique_name(found.artifact_id, found.generation)
-                ensure_folder(self.files, place)
-                note = {"artifact_id": found.artifact_id, "generation": found.generation, "reason": reason}
-                write_file(self.files, place / REASON_FILE, [memoryview(json.dumps(note).encode())])
-                self.files.rename(found.path, place / GENERATION_FOLDER)
-                sync_folder(self.files, self.quarantine)
-        self.events.quarantined(found.artifact_id, found.generation, reason)
-        return place
-
-    def record_use(self, fd: int) -> None:
-        """Make an open lease lock the latest used of the store, also after the clock was moved back.
-
-        A store that may only be read cannot record use; it is not the one that evicts either.
-        """
-        at = time.time_ns()
-        with contextlib.suppress(OSError):
-            path = self.locks / "clock"
-            with Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)) as clock:
-                at = max(at, os.fstat(clock.fd).st_mtime_ns + _TICK_NS)
-                self.files.touch(clock.fd, at)
-        with contextlib.suppress(OSError):
-            self.files.touch(fd, at)
 
     def unique_name(self, artifact_id: str, generation: int) -> str:
         return f"{self.namespace}.{artifact_id}.{generation_name(generation)}.{uuid.uuid4().hex[:8]}"

@@ -13,7 +13,8 @@ from trt_redknot.artifacts.files import Descriptor, Files
 from trt_redknot.artifacts.folder import ARTIFACT_ID_PATTERN, StoreFolder, generation_name
 from trt_redknot.artifacts.layout import LEASE_LOCK
 from trt_redknot.artifacts.lease import Lease
-from trt_redknot.artifacts.locks import FileLock, is_at, try_lock
+from trt_redknot.artifacts.locks import FileLock, holders_at, is_at, try_lock
+from trt_redknot.artifacts.usage import record_use
 from trt_redknot.errors import StoreError
 
 _POLL_S = 0.01
@@ -39,7 +40,9 @@ def take_lease(
         if time.monotonic() >= deadline:
             raise StoreError(
                 "an artifact stayed locked by a process that removes or checks it",
+                found=f"holder {holders_at(store.generation(artifact_id, number) / LEASE_LOCK)}",
                 path=store.generation(artifact_id, number) / LEASE_LOCK,
+                remedy="Wait for that process, or end it: the lock ends with it.",
             )
         time.sleep(_POLL_S)
 
@@ -99,7 +102,7 @@ def _try(
             fault = ArtifactFault.FILE_NOT_REGULAR if link else ArtifactFault.FILE_UNREADABLE
             raise ArtifactError(fault, f"an artifact cannot be opened: {error.strerror}", path=path) from error
         certificate = store.read_certificate(folder.fd, artifact_id, generation)
-        store.record_use(lock.fd)
+        record_use(store, lock.fd)
         undo.pop_all()
     return Lease(
         certificate=certificate,

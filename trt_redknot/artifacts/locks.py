@@ -15,6 +15,7 @@ from trt_redknot.errors import StoreError
 
 _POLL_S = 0.02
 _MAX_HOLDER_BYTES = 4096
+_LOCK_TABLE = Path("/proc/locks")
 
 
 class FileLock:
@@ -94,6 +95,23 @@ def acquire(files: Files, path: Path, *, what: str, timeout_s: float) -> FileLoc
             )
         descriptor.close()
         time.sleep(_POLL_S)
+
+
+def holders_at(path: Path) -> str:
+    """Who holds a flock on `path`, for people, as far as this kernel says: process ids, or "unknown"."""
+    try:
+        status = path.stat(follow_symlinks=False)
+        table = _LOCK_TABLE.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return "unknown"
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    pids = set()
+    for line in table.splitlines():
+        fields = line.split()
+        # Waiters are marked by an arrow in the second field.
+        if len(fields) >= 6 and fields[1] == "FLOCK" and fields[5] == place:
+            pids.add(fields[4])
+    return ", ".join(f"pid {pid}" for pid in sorted(pids)) + f" on {socket.gethostname()}" if pids else "unknown"
 
 
 def _open(path: Path) -> int:

@@ -13,7 +13,8 @@ from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.files import real_folders, tree_bytes, write_file
 from trt_redknot.artifacts.folder import PIN_FILE, Published, StoreFolder
 from trt_redknot.artifacts.layout import LEASE_LOCK
-from trt_redknot.artifacts.locks import is_at, try_lock_path
+from trt_redknot.artifacts.locks import holders_at, is_at, try_lock_path
+from trt_redknot.artifacts.quarantine import set_aside
 from trt_redknot.artifacts.quota import effective_capacity, write_quota
 from trt_redknot.artifacts.records import Collected, Listed, StoreStatus, Verdict
 from trt_redknot.artifacts.verification import faults_of
@@ -67,10 +68,10 @@ class Maintenance:
         with _as_store_error(self._folder.root):
             for found in self._folder.published(artifact_id, certified=False):
                 if found.generation == generation:
-                    return self._folder.set_aside(found, reason)
+                    return set_aside(self._folder, found, reason)
         return None
 
-    def set_aside(self, artifact_id: str) -> list[Path]:
+    def quarantined(self, artifact_id: str) -> list[Path]:
         """Folders in quarantine of one artifact; each holds a generation and a reason."""
         with _as_store_error(self._folder.root):
             return list(self._folder.quarantined(artifact_id))
@@ -93,7 +94,10 @@ class Maintenance:
                     lock = self._folder.try_own(found.path)
                     if lock is None:
                         raise StoreError(
-                            f"artifact {artifact_id} is in use", path=found.path, remedy="Wait until its readers end."
+                            f"artifact {artifact_id} is in use",
+                            found=f"holder {holders_at(found.path / LEASE_LOCK)}",
+                            path=found.path,
+                            remedy="Wait until its readers end.",
                         )
                     held.enter_context(lock)
             for found in doomed:
@@ -144,9 +148,9 @@ class Maintenance:
             with folder.mutex():
                 orphans = collect_orphans(folder)
                 superseded = [found for found in folder.all_published(certified=False) if self._collect(found)]
-                set_aside = list(self._folder.quarantined()) if quarantine else []
-                aside_bytes = sum(tree_bytes(place) for place in set_aside)
-                for place in set_aside:
+                doomed = list(self._folder.quarantined()) if quarantine else []
+                aside_bytes = sum(tree_bytes(place) for place in doomed)
+                for place in doomed:
                     folder.files.remove_tree(place)
                 for artifact_id in list(folder.artifact_ids()):
                     self._drop_if_empty(artifact_id)
@@ -154,7 +158,7 @@ class Maintenance:
             orphans=orphans,
             superseded=len(superseded),
             superseded_bytes=sum(found.bytes for found in superseded),
-            quarantined=len(set_aside),
+            quarantined=len(doomed),
             quarantined_bytes=aside_bytes,
         )
 
@@ -230,7 +234,7 @@ class Maintenance:
             if not os.path.lexists(found.path):
                 return None
             faults = tuple(faults_of(self._folder, found))
-        place = self._folder.set_aside(found, "; ".join(faults)) if faults and quarantine else None
+        place = set_aside(self._folder, found, "; ".join(faults)) if faults and quarantine else None
         return Verdict(
             artifact_id=found.artifact_id,
             generation=found.generation,

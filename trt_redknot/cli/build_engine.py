@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -12,7 +12,7 @@ from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.checkpoint import Checkpoint
 from trt_redknot.checkpoint.specs import check_parallelism
 from trt_redknot.cli.output import Output
-from trt_redknot.cli.plan_options import plan_options, with_plan_options
+from trt_redknot.cli.plan_options import plan_options, verify_plans, with_plan_options
 from trt_redknot.collectives import from_communicator
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.parse import load_geometry
@@ -103,6 +103,8 @@ Examples:
             )  # fmt: skip
         check_parallelism(geometry, 0, ranks)
         plans: PlanOptions | None = None
+        if plan_choices["verify"] and (backend != "tensorrt" or dry_run):
+            raise click.UsageError("--verify runs the plans of --backend tensorrt after they are built.")
         if backend == "tensorrt":
             plans = plan_options(
                 plan_choices, chunk_rows=chunk_rows, max_length=max_length or geometry.max_positions, form=form,
@@ -128,6 +130,8 @@ Examples:
             dtype=cast('Literal["float64", "float32", "bfloat16"]', dtype), artifact_format=form, max_length=max_length,
             chunk_rows=chunk_rows,
         )  # fmt: skip
+        # TensorRT's registry takes a library once.
+        platform = cache(partial(find_platform, collectives.rank, plan_choices["plugin_library"]))
         steps = geometry.layers + 1 if plans is None else progress_steps(geometry, collectives.size, collectives.rank)
         with out.progress(f"building {output}", steps) as advance:
             if plans is None:
@@ -135,10 +139,11 @@ Examples:
                     opened, split, output, options, collectives, progress=lambda _: advance(1)
                 )
             else:
-                platform = partial(find_platform, collectives.rank, plan_choices["plugin_library"])
                 manifest = build_tensorrt_engine(
                     opened, split, output, options, plans, collectives, platform, progress=advance
                 )
+        if plan_choices["verify"]:
+            verify_plans(out, output, platform())
         if as_json:
             out.json(
                 {"engine": str(output), "tp_size": manifest.tp_size, "checkpoint": manifest.checkpoint_fingerprint}

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import torch
 
 from trt_redknot.artifacts.formats import ArtifactFormat
+from trt_redknot.cli.output import Output
 from trt_redknot.engine.tensorrt.build import PlanOptions
 from trt_redknot.engine.tensorrt.builder import BuilderSettings
+from trt_redknot.engine.tensorrt.opening import open_plans
+from trt_redknot.engine.tensorrt.platform import Platform
 from trt_redknot.engine.tensorrt.profiles import PlanLimits
 from trt_redknot.engine.tensorrt.specification import PlanFormat
+from trt_redknot.engine.tensorrt.verification import OutputError, device_runner, needs_other_ranks, verify_plan
+from trt_redknot.errors import EngineError
+from trt_redknot.reports.plans import show_errors
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -27,6 +35,8 @@ _OPTIONS = (
                  help="tensorrt: file of measured tactics, read and written; with several ranks one for each."),
     click.option("--plugin-library", type=click.Path(path_type=Path),
                  help="tensorrt: plugin library. Left out: the one that `make plugins` built."),
+    click.option("--verify", is_flag=True,
+                 help="tensorrt: after the build, hold every plan against the reference backend on random inputs."),
 )  # fmt: skip
 
 
@@ -58,3 +68,25 @@ def plan_options(
             timing_cache=cache,
         ),
     )
+
+
+def verify_plans(out: Output, output: Path, platform: Platform) -> None:
+    """Run the plans of a built engine on random inputs and show their errors.
+
+    Raises:
+        EngineError: a plan cannot be opened or run, or gives something else than the reference backend.
+    """
+    plans = open_plans(output, platform)
+    run = device_runner(plans, torch.device("cuda", torch.cuda.current_device()))
+    errors: list[OutputError] = []
+    left_out = [name for name, plan in plans.items() if needs_other_ranks(plan.spec)]
+    for name, plan in plans.items():
+        if name not in left_out:
+            errors += verify_plan(plan.spec, run, seed=secrets.randbits(31))
+    show_errors(out, errors, left_out)
+    wrong = [f"{error.plan}.{error.output}" for error in errors if not error.passed]
+    if wrong:
+        raise EngineError(
+            "plans give something else than the reference backend", found=", ".join(wrong), path=output,
+            remedy="Do not use this engine; the table has the errors.",
+        )  # fmt: skip

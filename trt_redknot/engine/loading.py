@@ -40,7 +40,7 @@ def load_rank(directory: Path, rank: int, size: int, device: torch.device, *, ve
         )  # fmt: skip
     if manifest.backend != "torch":
         raise EngineError(
-            "this engine needs a GPU machine with TensorRT", expected="backend torch", found=manifest.backend,
+            "this version answers no requests with TensorRT plans", expected="backend torch", found=manifest.backend,
             path=directory, remedy="Build one with build_engine.py --backend torch.",
         )  # fmt: skip
     files = manifest.ranks[rank].files

@@ -10,6 +10,7 @@ from rich.table import Table
 from trt_redknot.engine.tensorrt.memory import plan_bytes
 from trt_redknot.engine.tensorrt.profiles import Phase, PlanLimits, profile_ranges
 from trt_redknot.engine.tensorrt.specification import PlanSpec
+from trt_redknot.engine.tensorrt.verification import OutputError
 from trt_redknot.ops.tensorrt.tensors import Extent, Size
 from trt_redknot.reports.estimate import human_bytes
 
@@ -49,6 +50,21 @@ def show_plans(out: Output, specs: Sequence[PlanSpec], limits: PlanLimits) -> No
             *(_rows(spec, limits, phase) for phase in Phase),
             human_bytes(plan_bytes(spec, limits)),
         )
+    out.show(table)
+
+
+def show_errors(out: Output, errors: Sequence[OutputError], left_out: Sequence[str]) -> None:
+    """Print what verification found, one row an output; `left_out` are plans that one rank cannot run alone."""
+    table = Table(title="Plans against the reference backend, random inputs", title_justify="left")
+    for column in ("plan", "output"):
+        table.add_column(column)
+    for column in ("error", "tolerance", "result"):
+        table.add_column(column, justify="right")
+    for error in errors:
+        result = "pass" if error.passed else "FAIL"
+        table.add_row(error.plan, error.output, f"{error.error:.2e}", f"{error.tolerance:.2e}", result)
+    for name in left_out:
+        table.add_row(name, "-", "-", "-", "not run: needs all ranks")
     out.show(table)
 
 

@@ -28,13 +28,13 @@ inline constexpr int kScaleSlack = 3;
 template <int kTiles_, bool kPacked_>
 struct Traits {
   static constexpr int kTiles = kTiles_;  // tiles of 8 columns
-  static constexpr int kWarps = kTiles == 1 ? (kPacked_ ? 1 : 2) : 4;
+  static constexpr int kWarps = kTiles == 1 ? 1 : 4;
   static constexpr bool kPacked = kPacked_;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kColumns = 8 * kTiles;
   static constexpr bool kSplit = kTiles > 1 && kTiles == kWarps;  // each warp owns the softmax of one tile
   static constexpr int kOwned = kSplit ? 1 : kTiles;              // tiles whose softmax a warp computes
-  static constexpr int kBlocksPerSm = kTiles == 1 ? (kPacked ? 8 : 6) : kTiles == 2 ? 3 : 2;
+  static constexpr int kBlocksPerSm = kTiles == 1 ? 8 : kTiles == 2 ? 3 : 2;
   static constexpr int kParts = kTiles == 1 || (!kPacked && kTiles == 2) ? 1 : 2;  // 16-key parts of a tile of keys
   static constexpr int kKeys = 16 * kParts;
   static constexpr int kStages = kPacked && kTiles == 4 ? 3 : 2;

@@ -9,7 +9,8 @@ from trt_redknot.engine.tensorrt.specification import SCALE, PlanSpec
 from trt_redknot.engine.tensorrt.stages import Stage, StageRun, run_stage
 from trt_redknot.model.spec import LayerSpec
 from trt_redknot.ops.interface import Ops
-from trt_redknot.ops.tensorrt.emitter import Calling, EmitterOps
+from trt_redknot.ops.tensorrt.calls import Calling
+from trt_redknot.ops.tensorrt.emitter import EmitterOps
 from trt_redknot.ops.tensorrt.plugins import PluginPort
 from trt_redknot.ops.tensorrt.tensors import Extent, NetworkExperts, NetworkPool, NetworkRows, NetworkTensor, Size
 from trt_redknot.ops.tensorrt.writer import NetworkWriter

@@ -13,7 +13,7 @@ from trt_redknot.engine.pool import raw_widths
 from trt_redknot.engine.tensorrt.stages import PlanKind, Stage
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.reference.packing import latent_row_bytes, row_bytes
-from trt_redknot.ops.tensorrt.emitter import EXPERT_BLOCK
+from trt_redknot.ops.tensorrt.experts import EXPERT_BLOCK
 from trt_redknot.ops.tensorrt.tensors import ElementType, Extent, Shape, Size
 
 # Weights of a layer, by the stage that reads them; a trailing dot means all names that begin so.

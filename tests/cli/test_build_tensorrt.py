@@ -1,0 +1,103 @@
+"""`build_engine.py --backend tensorrt`: what a dry run shows, on one rank and on eight, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests.support.plans import geometry, specs, write_nano
+from trt_redknot.checkpoint.specs import layer_specs, rank_bytes, shared_specs
+from trt_redknot.cli import plan_options
+from trt_redknot.cli.build_engine import build_engine_command
+from trt_redknot.cli.output import Output
+from trt_redknot.engine.tensorrt.platform import Platform
+from trt_redknot.engine.tensorrt.samples import PlanSample
+from trt_redknot.engine.tensorrt.specification import PlanSpec
+from trt_redknot.engine.tensorrt.verification import needs_other_ranks, reference_outputs
+from trt_redknot.errors import EngineError
+from trt_redknot.launch import run_ranks
+
+BUILDER = Path(__file__).resolve().parents[2] / "build_engine.py"
+
+
+def test_a_dry_run_lists_every_plan() -> None:
+    options = ["--dry-run", "--profile", "flash", "--tp", "8", "--backend", "tensorrt", "--json"]
+    done = CliRunner().invoke(build_engine_command(None), options)
+    assert done.exit_code == 0, done.output
+    shown = json.loads(done.stdout)["plans"]
+    wanted = specs("flash")
+    assert [plan["name"] for plan in shown] == [spec.kind.name for spec in wanted]
+    for plan, spec in zip(shown, wanted, strict=True):
+        assert plan["layers"] == list(spec.kind.layers(geometry("flash")))
+        assert plan["inputs"].keys() == {tensor.name for tensor in spec.inputs}
+        assert plan["ranges"].keys() == {"prefill", "decode"}
+    table = CliRunner().invoke(build_engine_command(None), options[:-1])
+    assert all(spec.kind.name in table.stdout for spec in wanted)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("flash", 8), ("pro", 1)])
+def test_bytes_of_eight_ranks_add_up_to_the_checkpoint(name: str, ranks: int) -> None:
+    """Flash under mpirun, where one rank prints for all; Pro as one rank shows it for eight."""
+    options = ["--dry-run", "--profile", name, "--tp", "8", "--backend", "tensorrt", "--json"]
+    done = run_ranks(ranks, [str(BUILDER), *options], timeout_s=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [plan["name"] for plan in found["plans"]] == [spec.kind.name for spec in specs(name)]
+    of_a_rank = sum(by_dtype["bfloat16"] for by_dtype in found["weights"].values())
+    g = geometry(name)
+    tensors = [*shared_specs(g), *(spec for layer in range(g.layers) for spec in layer_specs(g, layer))]
+    on_every_rank = sum(spec.loaded_bytes(0, 8, torch.bfloat16) for spec in tensors if spec.axis is None)
+    assert 8 * (of_a_rank - on_every_rank) + on_every_rank == rank_bytes(g, 0, 1, torch.bfloat16)
+
+
+@pytest.mark.skipif(
+    getattr(importlib.util.find_spec("tensorrt"), "origin", None) is not None, reason="TensorRT is installed here"
+)
+def test_without_tensorrt_a_build_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    checkpoint = write_nano(tmp_path / "checkpoint")
+    output = tmp_path / "out" / "engine"
+    options = ["--checkpoint", str(checkpoint), "--output", str(output), "--backend", "tensorrt"]
+    done = CliRunner().invoke(build_engine_command(None), options)
+    assert isinstance(done.exception, EngineError)
+    assert "TensorRT is not installed" in str(done.exception)
+    assert not output.parent.exists()
+    done = CliRunner().invoke(build_engine_command(None), [*options, "--dtype", "float32"])
+    assert "computes in bfloat16" in str(done.exception)
+
+
+@pytest.mark.parametrize("options", [["--backend", "torch"], ["--backend", "tensorrt", "--dry-run"]])
+def test_verify_is_for_built_plans_only(options: list[str]) -> None:
+    done = CliRunner().invoke(build_engine_command(None), ["--profile", "flash", "--dry-run", "--verify", *options])
+    assert done.exit_code == 2
+    assert "--verify runs the plans of --backend tensorrt" in done.stderr
+
+
+def test_verification_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table and the error of --verify, with the reference in the place of the plans and one of them spoilt."""
+    plans = {spec.kind.name: SimpleNamespace(spec=spec) for spec in specs("nano")}
+
+    def run(spec: PlanSpec, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        outputs = reference_outputs(PlanSample(spec, 7), torch.bfloat16)
+        return {name: tensor * (3 if name == "logits" else 1) for name, tensor in outputs.items()}
+
+    monkeypatch.setattr(plan_options, "open_plans", lambda *given: plans)
+    monkeypatch.setattr(plan_options, "device_runner", lambda *given: run)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(plan_options.secrets, "randbits", lambda bits: 7)
+    shown, platform = io.StringIO(), cast("Platform", None)
+    with pytest.raises(EngineError, match=r"reference backend, found head\.logits, in"):
+        plan_options.verify_plans(Output(stdout=shown), tmp_path, platform)
+    lines = shown.getvalue().splitlines()
+    assert sum("FAIL" in line for line in lines) == 1
+    assert sum("not run: needs all ranks" in line for line in lines) == len(["select", "mix", "mix"])
+    outputs = sum(len(spec.outputs) for spec in specs("nano") if not needs_other_ranks(spec))
+    assert sum("pass" in line for line in lines) == outputs - 1

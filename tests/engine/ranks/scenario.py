@@ -17,7 +17,7 @@ def make_scenario(seed: int, vocab: int) -> Scenario:
     def ids(count: int) -> list[int]:
         return [draw.randrange(vocab) for _ in range(count)]
 
-    documents = [ids(draw.randrange(25, 45)), ids(draw.randrange(17, 35)), ids(draw.randrange(1, 7))]
+    documents = [ids(draw.randrange(25, 45)), ids(draw.randrange(33, 45)), ids(draw.randrange(1, 7))]
     edited = draw.randrange(len(documents[1]))
     segments = [
         {"document": 0},
@@ -27,7 +27,8 @@ def make_scenario(seed: int, vocab: int) -> Scenario:
         {"document": 1, "edits": {edited: (documents[1][edited] + 1) % vocab}},
         {"tokens": ids(draw.randrange(1, 12))},
     ]
-    policy = {"boundary": 4, "tail": 6, "top_entries": 3, "budget": 0.25}
+    # Document 1 leaves at least ten windows that nothing protects, so that some of them are active and some omitted.
+    policy = {"boundary": 4, "tail": 6, "top_entries": 3, "budget": 0.5}
     reuse = {"segments": segments, "steps": 5, "reuse": policy}
     batches = [
         [{"segments": [{"tokens": ids(1)}], "steps": 3, "reuse": None}],

@@ -104,7 +104,9 @@ class BuildPlugins(Command):
         destination = target / "trt_redknot" / "lib"
         destination.mkdir(parents=True, exist_ok=True)
         for library in sorted(libraries.glob("*.so")):
-            print(f"plugins: {shutil.copy2(library, destination)}")
+            # By rename: a process that has the old library mapped keeps it whole.
+            partial = Path(shutil.copy2(library, Path(destination) / f".{library.name}.{os.getpid()}"))
+            print(f"plugins: {partial.replace(Path(destination) / library.name)}")
 
 
 class Build(build):

@@ -153,7 +153,7 @@ MALFORMED: dict[str, tuple[Callable[[], bytes], ArtifactFault]] = {
     ),
     "duplicate key": (
         lambda: b'{"artifact_format":"fp8",' + certificate().encode()[1:],
-        ArtifactFault.CERTIFICATE_NOT_CANONICAL,
+        ArtifactFault.CERTIFICATE_NOT_JSON,
     ),
     "other digest": (
         lambda: certificate().encode().replace(b'"generation":3', b'"generation":4'),

@@ -91,6 +91,13 @@ MALFORMED = {
     "not json": header(b"{nothing"),
     "not utf-8": header(b"\xff\xff\xff\xff"),
     "deep": header(b"[" * 100_000),
+    "endless number": header(b'{"a": {"dtype": "U8", "shape": [16], "data_offsets": [0, ' + b"9" * 5000 + b"]}}")
+    + bytes(16),
+    "twice the same name": header(
+        b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},'
+        b' "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}'
+    )
+    + bytes(1),
     "not an object": header([1]),
     "tensor not an object": header({"a": 3}),
     "extra key": one(more=1),

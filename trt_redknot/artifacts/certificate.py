@@ -13,6 +13,7 @@ from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.artifacts.identity import ArtifactIdentity, RankShare, TpGeometry, artifact_id_of
 from trt_redknot.artifacts.layout import CERTIFICATE, LEASE_LOCK
+from trt_redknot.config.documents import parse_json_object
 from trt_redknot.digests import digest_bytes, digest_json
 
 FORMAT_VERSION = 1
@@ -194,14 +195,11 @@ def parse_certificate(raw: bytes, *, label: str) -> Certificate:
 
 def _object(raw: bytes, label: str) -> dict[str, object]:
     try:
-        body = json.loads(raw.decode("utf-8"))
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        return parse_json_object(raw)
+    except ValueError as error:
         raise ArtifactError(
-            ArtifactFault.CERTIFICATE_NOT_JSON, "a certificate is not JSON", found=error, path=label
+            ArtifactFault.CERTIFICATE_NOT_JSON, "a certificate is not a JSON object", found=error, path=label
         ) from error
-    if not isinstance(body, dict):
-        raise ArtifactError(ArtifactFault.CERTIFICATE_NOT_JSON, "a certificate is not a JSON object", path=label)
-    return body
 
 
 def _validated(body: dict[str, object], label: str) -> Certificate:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.files import Files, read_exactly
+from trt_redknot.config.documents import parse_json_object
 
 MAX_HEADER_BYTES = 1 << 20
 _ALIGNMENT = 8
@@ -135,11 +136,9 @@ class TensorFile:
 
     def _parse(self, header: bytes, data_bytes: int) -> dict[str, tuple[TensorEntry, int]]:
         try:
-            table = json.loads(header.decode("utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise self._malformed("has a header that is not JSON", found=error) from error
-        if not isinstance(table, dict):
-            raise self._malformed("has a header that is not an object")
+            table = parse_json_object(header)
+        except ValueError as error:
+            raise self._malformed("has a header that is not a JSON object", found=error) from error
         entries, covered = {}, 0
         for name, described in table.items():
             entry, start, stop = self._entry(name, described)

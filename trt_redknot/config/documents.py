@@ -55,7 +55,8 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
     """The JSON object in `content`.
 
     Raises:
-        ValueError: not UTF-8, not JSON, not an object, nested too deeply, or a key occurs twice in one object.
+        ValueError: not UTF-8, not JSON, not an object, nested too deeply, a number of thousands of digits, or a key that
+            occurs twice in one object.
     """
     try:
         document = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys)
@@ -65,6 +66,7 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
         raise ValueError(f"not valid JSON ({error})") from error
     except RecursionError as error:
         raise ValueError("JSON nested too deeply") from error
+    # A repeated key, and the integers Python refuses to convert for their length, are plain ValueErrors already.
     if not isinstance(document, dict):
         raise ValueError(f"expected a JSON object, found {type(document).__name__}")
     return document

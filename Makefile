@@ -18,7 +18,8 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 REQUIREMENTS := requirements/runtime.txt requirements/test.txt requirements/constraints.txt requirements/plugins.txt \
-  requirements/tensorrt.txt requirements/typings.txt requirements/repair_typings.py
+  requirements/tensorrt.txt requirements/typings.txt requirements/repair_typings.py requirements/triton.txt \
+  requirements/triton_python.txt requirements/arrange_triton.py
 # The stamp names the content of everything the environment is made from, so that a changed pin makes it anew.
 STAMP := $(VENV)/.installed-$(shell cat $(REQUIREMENTS) pyproject.toml setup.py | cksum | tr ' ' '-')
 SOURCES := trt_redknot tests examples run benches triton build_engine.py setup.py
@@ -76,6 +77,7 @@ $(STAMP):
 	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt -r requirements/test.txt -c requirements/constraints.txt; \
 	if command -v nvcc >/dev/null; then "$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/plugins.txt; fi; \
 	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/tensorrt.txt || echo "TensorRT for RTX cannot be installed here: tests that compile plans will be skipped"; \
+	{ "$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/triton.txt && "$(BIN)/python" requirements/arrange_triton.py; } || echo "a Triton server cannot be installed here: tests that run one will be skipped"; \
 	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$(VENV)/typings" -r requirements/typings.txt; \
 	"$(BIN)/python" requirements/repair_typings.py "$(VENV)/typings"; \
 	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .; \
@@ -87,7 +89,7 @@ plugins: venv
 # A local version label (torch 2.13.0+cpu) names a build of the same release: the lock keeps the release.
 lock: venv
 	@{ echo "# Every package of the environment, exactly. Written by make lock."; \
-	  $(BIN)/python -m pip freeze --all --disable-pip-version-check --exclude-editable --exclude pip $(patsubst %,--exclude %,$(shell sed -n 's/==.*//p' requirements/plugins.txt requirements/tensorrt.txt)) | sed 's/+[a-z0-9.]*$$//'; } > requirements/constraints.txt
+	  $(BIN)/python -m pip freeze --all --disable-pip-version-check --exclude-editable --exclude pip $(patsubst %,--exclude %,$(shell sed -n 's/==.*//p' requirements/plugins.txt requirements/tensorrt.txt requirements/triton.txt)) | sed 's/+[a-z0-9.]*$$//'; } > requirements/constraints.txt
 
 clean:
 	@rm -rf build demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info trt_redknot/lib

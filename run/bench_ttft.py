@@ -1,112 +1,157 @@
-"""Time to first token of both arms at released geometry, on one GPU that plays one rank of a tensor-parallel group.
+"""Time to first token of both arms at released geometry: alone on one GPU as one rank of a group, or with all ranks.
 
-Weights and artifacts are random and lie in device memory (hot artifacts); collectives are device copies of the same
-size.
-Both arms run the same engine over the same tokens, warmed up, in one process.
+Weights and artifacts are random; both arms run the same engine over the same tokens, warmed up, by turns, in one
+process. Alone, collectives are device copies of the same size. Under mpirun the ranks are real and exchange rows over
+NCCL:
+
+    python run/bench_ttft.py --length 65536
+    mpirun -n 2 python -m mpi4py run/bench_ttft.py --length 65536 --layers 23
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
+import platform
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import click
 import torch
-from rich.table import Table
 
+from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.cli.command import run_command
 from trt_redknot.cli.output import Output
+from trt_redknot.collectives import Collectives, from_communicator
+from trt_redknot.collectives.device import connect
+from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.config.released import released_geometry
-from trt_redknot.engine.prefill import Prefilled
-from trt_redknot.evaluation.standin import DeviceArtifact, rank_context
-from trt_redknot.evaluation.ttft import QUESTION, first_token, segment_table
-from trt_redknot.reports.ledgers import ledgers
-from trt_redknot.reports.report import RowCounts
+from trt_redknot.digests import digest_file
+from trt_redknot.engine.loading import find_device
+from trt_redknot.engine.tiles import TileOptions
+from trt_redknot.evaluation.metering import DeviceClock, measure_ceilings
+from trt_redknot.evaluation.standin import StandInArtifact, StandInCollectives, make_rank
+from trt_redknot.evaluation.ttft import distance, document_length
+from trt_redknot.evaluation.ttft_report import print_run, write_page
+from trt_redknot.evaluation.ttft_run import measure_length
+from trt_redknot.ops.cuda.library import KERNEL_LIBRARY, library_folder
+
+# Both arms round in bf16 in another order; a fault in a kernel or a table is an error of the size of the logits.
+TOLERANCE = 0.15
+CHECKED_LENGTH = 2048 + 256
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--geometry", "name", type=click.Choice(["flash", "pro"]), default="flash", show_default=True)
-@click.option("--tp", type=click.IntRange(1), default=8, show_default=True, help="Ranks of the group.")
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--geometry", "name", type=click.Choice(["flash", "pro"]), default="flash")
+@click.option("--tp", type=click.IntRange(1), default=8, help="Alone: ranks of the group that this one belongs to.")
 @click.option("--layers", type=click.IntRange(7), help="Only so many layers (fences kept), where memory is short.")
-@click.option("--length", "lengths", type=click.IntRange(1024), multiple=True, default=(65536,), show_default=True)
-@click.option("--documents", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--budget", type=click.FloatRange(0, 1), default=0.10, show_default=True)
-@click.option("--tail", type=click.IntRange(0), default=32768, show_default=True)
-@click.option("--chunk-rows", type=click.IntRange(1), default=8192, show_default=True)
-@click.option("--repeat", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--length", "lengths", type=click.IntRange(1024), multiple=True, default=(65536,))
+@click.option("--documents", type=click.IntRange(1), default=8)
+@click.option("--budget", "budgets", type=click.FloatRange(0, 1), multiple=True, default=(0.10,))
+@click.option("--tail", type=click.IntRange(0), default=32768)
+@click.option("--chunk-rows", type=click.IntRange(1), default=8192)
+@click.option("--repeat", type=click.IntRange(1), default=5)
+@click.option("--artifacts", "place", type=click.Choice(["device", "host"]), default="device", help="Where they lie.")
+@click.option(
+    "--format", "form", type=click.Choice(["bfloat16", "fp8"]), default="bfloat16", help="How they are stored."
+)
+@click.option("--read-ahead", type=click.IntRange(0), default=3, help="Layers of the ring; 0 reads when a layer asks.")
+@click.option("--decode", type=click.IntRange(0), default=32, help="Tokens to decode at the longest length; 0: none.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
+@click.option("--page", type=click.Path(path_type=Path), help="Write an HTML page with figures here.")
 @torch.inference_mode()
 def main(
-    name: str, tp: int, layers: int | None, lengths: tuple[int, ...], documents: int, budget: float, tail: int,
-    chunk_rows: int, repeat: int, json_file: Path | None,
+    name: str, tp: int, layers: int | None, lengths: tuple[int, ...], documents: int, budgets: tuple[float, ...],
+    tail: int, chunk_rows: int, repeat: int, place: str, form: str, read_ahead: int, decode: int,
+    json_file: Path | None, page: Path | None,
 ) -> None:  # fmt: skip
-    """Time both arms at released geometry on one GPU as one rank of a group."""
-    device = torch.device("cuda")
+    """Time both arms at released geometry with random weights."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD if MPI.COMM_WORLD.Get_size() > 1 else None
+    device = find_device("cuda", comm)
+    torch.cuda.set_device(device)
+    control = from_communicator(comm)
+    collectives: Collectives = StandInCollectives(0, tp) if comm is None else connect(control, device)
+    geometry = _geometry(name, layers)
+    depth = read_ahead if place == "host" else 0
+    rank = make_rank(
+        geometry, collectives, chunk_rows=chunk_rows, length=max(lengths) + decode + 2, dtype=torch.bfloat16,
+        device=device, tiles=TileOptions(depth=depth),
+    )  # fmt: skip
     out = Output()
-    geometry = released_geometry(cast('Literal["flash", "pro"]', name))
-    if layers is not None:
-        geometry = dataclasses.replace(
-            geometry, attention_kinds=geometry.attention_kinds[:layers], router_kinds=geometry.router_kinds[:layers]
+    ceilings = measure_ceilings(device)
+    away = distance(rank.context, CHECKED_LENGTH, 4)
+    if away > TOLERANCE:
+        raise click.ClickException(
+            f"a request with all documents protected is {away:.3f} away from recomputation, more than {TOLERANCE}"
         )
-    context, shared = rank_context(geometry, 0, tp, chunk_rows=chunk_rows, length=max(lengths) + 1, device=device)
-    results: list[dict[str, object]] = []
+    arms = {"recompute": None, **_policies(budgets, tail)}
+    result: dict[str, Any] = {
+        "evidence": "measured",
+        "ranks": collectives.size,
+        "real_ranks": comm is not None,
+        "geometry": name,
+        "layers": geometry.layers,
+        "artifacts": {"place": place, "format": form, "read_ahead": depth},
+        "machine": _machine(device),
+        "ceilings": dataclasses.asdict(ceilings),
+        "distance_of_protected_from_recomputed": away,
+        "lengths": [],
+    }
+    artifact_form = ArtifactFormat(form)
     for length in lengths:
-        size = (length - QUESTION) // documents
+        size = document_length(length, documents)
         artifacts = {
-            index: DeviceArtifact(geometry, size, context.local_width, context.dtype, device)
-            for index in range(documents)
-        }
-        arms: list[tuple[str, ReusePolicy | None]] = [
-            ("recompute", None),
-            ("full", ReusePolicy(budget=budget, tail=tail, epilogue="full")),
-            ("active", ReusePolicy(budget=budget, tail=tail, epilogue="active")),
-            ("fast", ReusePolicy(budget=0.05, tail=4096, epilogue="active")),
-        ]
-        times: dict[str, list[float]] = {arm: [] for arm, _ in arms}
-        plans: dict[str, Prefilled] = {}
-        torch.cuda.reset_peak_memory_stats()
-        for turn in range(repeat + 1):
-            for arm, policy in arms:
-                segments = segment_table(length, documents, reuse=policy is not None)
-                seconds, plans[arm] = first_token(
-                    context, shared, segments, artifacts if policy is not None else {}, policy
-                )
-                if turn:
-                    times[arm].append(seconds)
-        base = statistics.median(times["recompute"])
-        for arm, policy in arms:
-            plan = plans[arm].plan
-            saved = ledgers(geometry, context.profile, plan, "full" if policy is None else policy.epilogue).token_rows
-            results.append(
-                {
-                    "length": length,
-                    "arm": arm,
-                    "ttft_s": statistics.median(times[arm]),
-                    "spread_s": max(times[arm]) - min(times[arm]),
-                    "speedup": base / statistics.median(times[arm]),
-                    "rows": dataclasses.asdict(RowCounts.of(plan)),
-                    "token_rows_saved": saved.share,
-                    "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-                }
+            index: StandInArtifact(
+                geometry, size, rank.context.local_width, form=artifact_form, artifact_id=str(index),
+                place=device if place == "device" else torch.device("cpu"),
             )
+            for index in range(documents)
+        }  # fmt: skip
+        torch.cuda.reset_peak_memory_stats()
+        with out.progress(f"{length:,} tokens", (repeat + 1) * len(arms)) as advance:
+            measured = measure_length(
+                rank, length, documents, artifacts, arms, ceilings=ceilings, clock=DeviceClock(), repeat=repeat,
+                form=artifact_form, decode=decode if length == max(lengths) else 0, turn_done=lambda: advance(1),
+            )  # fmt: skip
+        result["lengths"].append({**measured, "peak_gib": torch.cuda.max_memory_allocated() / 2**30})
         del artifacts
-    table = Table(title=f"{name}, {geometry.layers} layers, one rank of TP={tp}, {torch.cuda.get_device_name()}")
-    for column in ("length", "arm", "ttft s", "spread s", "speed-up", "protected", "active", "token-rows saved"):
-        table.add_column(column, justify="right")
-    for result in results:
-        rows = cast("dict[str, int]", result["rows"])
-        table.add_row(
-            f"{result['length']:,}", str(result["arm"]), f"{result['ttft_s']:.3f}", f"{result['spread_s']:.3f}",
-            f"{result['speedup']:.2f}", f"{rows['protected']:,}", f"{rows['active']:,}",
-            f"{result['token_rows_saved']:.1%}",
-        )  # fmt: skip
-    out.show(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps(results, indent=1) + "\n")
+    if collectives.rank == 0 or comm is None:
+        print_run(out, result)
+        if json_file is not None:
+            json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if page is not None:
+            write_page(page, [result])
+
+
+def _geometry(name: str, layers: int | None) -> ModelGeometry:
+    geometry = released_geometry(cast('Literal["flash", "pro"]', name))
+    if layers is None:
+        return geometry
+    return dataclasses.replace(
+        geometry, attention_kinds=geometry.attention_kinds[:layers], router_kinds=geometry.router_kinds[:layers]
+    )
+
+
+def _policies(budgets: tuple[float, ...], tail: int) -> dict[str, ReusePolicy]:
+    policies = {
+        f"{epilogue}, budget {budget:.0%}": ReusePolicy(budget=budget, tail=tail, epilogue=epilogue)
+        for budget in budgets
+        for epilogue in ("full", "active")
+    }
+    return {**policies, "fast": ReusePolicy(budget=0.05, tail=4096, epilogue="active")}
+
+
+def _machine(device: torch.device) -> dict[str, object]:
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "kernel_library": digest_file(library_folder() / KERNEL_LIBRARY),
+    }
 
 
 if __name__ == "__main__":

@@ -72,6 +72,10 @@ class RequestError(RedKnotError):
     """A request cannot be answered: empty, a token outside the vocabulary, too long, ill-formed."""
 
 
+class TooLongError(RequestError):
+    """A prompt, with its answer, or a document has more tokens than the engine was built for."""
+
+
 class StoreError(RedKnotError):
     """The artifact store cannot be read, written or locked."""
 

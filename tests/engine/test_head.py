@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.artifacts.support import GEOMETRY, together
 from trt_redknot.collectives import Collectives
+from trt_redknot.engine.executor import OpsExecutor
 from trt_redknot.engine.head import logits_of
 from trt_redknot.engine.rowset import RowSet
 from trt_redknot.ops.reference.backend import ReferenceOps
@@ -47,7 +48,8 @@ def test_every_rank_gets_the_chosen_rows_in_order(seed: int, size: int) -> None:
         part = even_split(NETWORK.vocab, ranks.size)[ranks.rank]
         weights = {**shared, "head": head[part.start : part.stop]}
         own = streams[torch.from_numpy(rows.own_rows)]
-        return logits_of(ReferenceOps(ranks), ranks, NETWORK, weights, own, rows, chosen)
+        stages = OpsExecutor(NETWORK, (), weights, {}, ReferenceOps(ranks))
+        return logits_of(stages, ranks, NETWORK, own, rows, chosen)
 
     (whole,) = together(1, work)
     assert isinstance(whole, torch.Tensor), whole

@@ -84,8 +84,8 @@ FIELDS: dict[str, tuple[Change, list[str]]] = {
     "profile": (setting(1, "profile", "trailing_fence"), ["profile_digest", "expected", "found"]),
     "profile of another network": (setting(9, "profile", "layers"), ["'profile'", "layers", "expected 2", "found 9"]),
     "profile_digest": (setting("0" * 64, "profile_digest"), ["profile_digest", "found " + "0" * 64]),
-    "format_version": (setting(2, "format_version"), ["format version", "expected 1", "found 2"]),
-    "format_version missing": (lambda data: data.pop("format_version"), ["format version", "expected 1"]),
+    "format_version": (setting(3, "format_version"), ["format version", "expected 2", "found 3"]),
+    "format_version missing": (lambda data: data.pop("format_version"), ["format version", "expected 2"]),
     "tp_size": (setting(2, "tp_size"), ["'ranks'", "expected [0, 1]", "found [0]"]),
     "rank number": (setting(1, "ranks", 0, "rank"), ["'ranks'", "expected [0]", "found [1]"]),
     "no ranks": (setting([], "ranks"), ["'ranks'", "expected [0]", "found []"]),
@@ -161,7 +161,7 @@ def test_any_flipped_bit_of_the_manifest_is_refused(engine: Path) -> None:
 
 CONTENTS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "not valid JSON"),
-    "cut": (b'{"format_version": 1, "backend"', "not valid JSON"),
+    "cut": (b'{"format_version": 2, "backend"', "not valid JSON"),
     "not JSON": (b"\x80\x04\x95pickle", "not UTF-8"),
     "not an object": (b"[1, 2]", "found list"),
     "a number": (b"1", "found int"),

@@ -9,8 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import portalocker
 import pytest
+from filelock import FileLock
 
 from trt_redknot.ops.cuda.library import library_folder
 
@@ -41,7 +41,7 @@ def build() -> str | None:
         if shutil.which(tool) is None:
             return f"{tool} is not on PATH"
     BUILD.mkdir(parents=True, exist_ok=True)
-    with portalocker.Lock(BUILD / "tests.lock", timeout=BUILD_SECONDS):
+    with FileLock(BUILD / "tests.lock", timeout=BUILD_SECONDS):
         command = [sys.executable, "setup.py", "build_plugins"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

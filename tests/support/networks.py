@@ -44,6 +44,7 @@ class NetworkOptions:
     rope_dim: int = 8
     index_heads: int = 16
     index_dim: int = 16
+    expert_width: int = 32
 
 
 def network_config(options: NetworkOptions) -> DeepseekV4Config:
@@ -51,7 +52,7 @@ def network_config(options: NetworkOptions) -> DeepseekV4Config:
     config = DeepseekV4Config(
         vocab_size=options.vocab,
         hidden_size=options.hidden,
-        moe_intermediate_size=32,
+        moe_intermediate_size=options.expert_width,
         num_hidden_layers=layers,
         num_attention_heads=options.groups * options.heads_per_group,
         head_dim=options.head_dim,

@@ -140,7 +140,7 @@ class Lease:
     def shape(self, part: Part, layer: int | None) -> tuple[int, ...]:
         """Shape of the decoded tensor."""
         stored = self.raw(part, layer)
-        codec = self._codec(part)
+        codec = self.codec(part)
         return (*stored.shape[:-1], codec.width) if codec.packed else tuple(stored.shape)
 
     def tensor(self, part: Part, layer: int | None, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -189,7 +189,8 @@ class Lease:
             raise ValueError("a lease without a rank has no Local contributions")
         return file_of(spec, 0 if self.rank is None else self.rank)
 
-    def _codec(self, part: Part) -> TensorCodec:
+    def codec(self, part: Part) -> TensorCodec:
+        """How the tensors of a part are stored."""
         certificate = self.certificate
         widths = {Part.INDEX_KEYS: certificate.index_dim, Part.LOCAL: certificate.local_width}
         return TensorCodec(
@@ -200,7 +201,7 @@ class Lease:
         )
 
     def _decode(self, part: Part, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        codec = self._codec(part)
+        codec = self.codec(part)
         if dtype is None:
             dtype = self.certificate.artifact_format.dtype if codec.packed else codec.stored_dtype
         return codec.decode(stored, dtype)

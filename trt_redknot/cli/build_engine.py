@@ -143,7 +143,7 @@ Examples:
                     opened, split, output, options, plans, collectives, platform, progress=advance
                 )
         if plan_choices["verify"]:
-            verify_plans(out, output, platform())
+            verify_plans(out, output, platform(), collectives)
         if as_json:
             out.json(
                 {"engine": str(output), "tp_size": manifest.tp_size, "checkpoint": manifest.checkpoint_fingerprint}

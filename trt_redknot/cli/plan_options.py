@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,18 @@ import torch
 
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.cli.output import Output
+from trt_redknot.collectives import Collectives
+from trt_redknot.collectives.agreement import agree
+from trt_redknot.collectives.device import connect
 from trt_redknot.engine.tensorrt.build import PlanOptions
 from trt_redknot.engine.tensorrt.builder import BuilderSettings
-from trt_redknot.engine.tensorrt.opening import open_plans
+from trt_redknot.engine.tensorrt.opening import OpenedPlans, open_plans
 from trt_redknot.engine.tensorrt.platform import Platform
 from trt_redknot.engine.tensorrt.profiles import PlanLimits
 from trt_redknot.engine.tensorrt.specification import PlanFormat
-from trt_redknot.engine.tensorrt.verification import OutputError, device_runner, needs_other_ranks, verify_plan
-from trt_redknot.errors import EngineError
+from trt_redknot.engine.tensorrt.starting import start_plans
+from trt_redknot.engine.tensorrt.verification import OutputError, device_runner, verify_plan, worst
+from trt_redknot.errors import EngineError, RedKnotError
 from trt_redknot.reports.plans import show_errors
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -33,6 +38,9 @@ _OPTIONS = (
                  help="tensorrt: how long the builder looks for fast tactics."),
     click.option("--timing-cache", type=click.Path(path_type=Path),
                  help="tensorrt: file of measured tactics, read and written; with several ranks one for each."),
+    click.option("--collectives", type=click.Choice(["auto", "plugin", "native"]), default="auto", show_default=True,
+                 help="tensorrt: what moves rows between ranks inside plans. auto takes TensorRT's own layers (11 and "
+                 "newer) where they work, else our plugin."),
     click.option("--plugin-library", type=click.Path(path_type=Path),
                  help="tensorrt: plugin library. Left out: the one that `make plugins` built."),
     click.option("--verify", is_flag=True,
@@ -67,23 +75,36 @@ def plan_options(
             optimization_level=chosen["optimization_level"],
             timing_cache=cache,
         ),
+        collectives=chosen["collectives"],
     )
 
 
-def verify_plans(out: Output, output: Path, platform: Platform) -> None:
-    """Run the plans of a built engine on random inputs and show their errors.
+def verify_plans(out: Output, output: Path, platform: Platform, collectives: Collectives) -> None:
+    """Run the plans of a built engine on random inputs and show their errors, the largest of any rank. Collective.
+
+    Args:
+        collectives: of tensors on the CPU.
 
     Raises:
-        EngineError: a plan cannot be opened or run, or gives something else than the reference backend.
+        EngineError: a plan cannot be opened or run, or gives something else than the reference backend; on all ranks.
     """
-    plans = open_plans(output, platform)
-    run = device_runner(plans, torch.device("cuda", torch.cuda.current_device()))
-    errors: list[OutputError] = []
-    left_out = [name for name, plan in plans.items() if needs_other_ranks(plan.spec)]
-    for name, plan in plans.items():
-        if name not in left_out:
-            errors += verify_plan(plan.spec, run, seed=secrets.randbits(31))
-    show_errors(out, errors, left_out)
+    device = torch.device("cuda", torch.cuda.current_device())
+    opened: OpenedPlans | None = None
+    failure: RedKnotError | None = None
+    try:
+        opened = open_plans(output, platform)
+    except RedKnotError as error:
+        failure = error
+    agree(collectives, None, failure)
+    assert opened is not None
+    backend = start_plans(opened, connect(collectives, device), device)
+    run = device_runner(backend.runtime, device)
+    mine: list[OutputError] = []
+    for spec in backend.specs:
+        mine += verify_plan(spec, run, seed=secrets.randbits(31), collectives=collectives)
+    replies = agree(collectives, [dataclasses.asdict(error) for error in mine], None)
+    errors = worst([[OutputError(**error) for error in reply] for reply in replies])  # type: ignore[attr-defined]
+    show_errors(out, errors)
     wrong = [f"{error.plan}.{error.output}" for error in errors if not error.passed]
     if wrong:
         raise EngineError(

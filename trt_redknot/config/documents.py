@@ -55,8 +55,8 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
     """The JSON object in `content`.
 
     Raises:
-        ValueError: not UTF-8, not JSON, not an object, nested too deeply, a number of thousands of digits, or a key that
-            occurs twice in one object.
+        ValueError: not UTF-8, not JSON, not an object, nested too deeply, a number of thousands of digits, or a key
+            that occurs twice in one object.
     """
     try:
         document = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys)
@@ -97,6 +97,14 @@ def validated_json(model: type[Model], values: Mapping[str, Any], source: Path |
     """Like :func:`validated`, with JSON's own idea of types: object keys are strings, tuples are arrays."""
     try:
         return model.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise _config_error(error, source) from error
+
+
+def validated_strings(model: type[Model], values: Mapping[str, str], source: Path | str) -> Model:
+    """Like :func:`validated`, for values that all come as strings."""
+    try:
+        return model.model_validate_strings(dict(values))
     except ValidationError as error:
         raise _config_error(error, source) from error
 

@@ -30,6 +30,7 @@ from trt_redknot.engine.manifest import (
     EngineFile,
     EngineManifest,
     EngineRank,
+    PlanRecord,
     geometry_to_json,
     weight_files,
 )
@@ -63,6 +64,7 @@ class BackendPart:
     """What a backend adds to an engine beside the weights.
 
     Attributes:
+        plans: what they are built for, where the backend has plans.
         versions: of what it builds with, beside the packages that every engine names.
         write: writes this rank's share of the files that all ranks load, into the staging folder; returns their paths
             relative to it.
@@ -73,6 +75,7 @@ class BackendPart:
     versions: dict[str, str] = field(default_factory=dict)
     gpu: str | None = None
     plugin_build: str | None = None
+    plans: PlanRecord | None = None
     write: Callable[[Path], list[str]] = lambda staging: []
     convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors
 
@@ -255,6 +258,7 @@ def _manifest(
         | part.versions,
         gpu=part.gpu,
         plugin_build=part.plugin_build,
+        plans=part.plans,
         ranks=tuple(ranks),
         tokenizer_files=tuple(tokenizer),
     )

@@ -9,6 +9,8 @@ import torch
 from trt_redknot.collectives import Collectives
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
+from trt_redknot.engine.executor import StageExecutor
+from trt_redknot.engine.tiles import Tiles
 from trt_redknot.engine.walk import LayerWalk
 from trt_redknot.ops.interface import Ops
 
@@ -19,7 +21,7 @@ class RankContext:
 
     geometry: ModelGeometry
     profile: SplitProfile
-    embedding: torch.Tensor
+    stages: StageExecutor
     walk: LayerWalk
     ops: Ops
     collectives: Collectives
@@ -27,3 +29,4 @@ class RankContext:
     chunk_rows: int
     dtype: torch.dtype
     device: torch.device
+    tiles: Tiles

@@ -12,6 +12,7 @@ from trt_redknot.engine.context import RankContext
 from trt_redknot.engine.pool import CachePool, SequenceState, tail_rows
 from trt_redknot.engine.rowset import RowSet
 from trt_redknot.engine.step import Observation, Step, no_restore
+from trt_redknot.engine.steps import drain
 from trt_redknot.engine.tables import ExtraRow, ratio_tables
 
 
@@ -49,9 +50,9 @@ def decode_step(
         restore=no_restore(context.local_width, context.dtype, device),
     )
     own = torch.from_numpy(rows.own_rows).to(device)
-    streams = context.ops.embed(ids[own], context.embedding, streams=context.geometry.streams)
+    streams = context.stages.embed(ids[own])
     for layer in range(context.geometry.layers):
-        streams = context.walk.run(layer, step, pool, streams, tau=1.0, observe=Observation())
+        streams = drain(context.walk.run(layer, step, pool, streams, tau=1.0, observe=Observation()))
     return streams, rows
 
 

@@ -3,9 +3,8 @@ again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,20 +15,18 @@ from trt_redknot.config.geometry import AttentionKind, ModelGeometry
 from trt_redknot.engine.pool import CachePool, SequenceState, raw_widths
 from trt_redknot.engine.rowset import RowSet
 from trt_redknot.engine.tables import ExtraRow
+from trt_redknot.engine.tiles import ArtifactReader, DirectReads, Read, TileSource
+from trt_redknot.observability.events import Tier
 from trt_redknot.request.segments import Segment, SegmentKind
-
-
-class ArtifactReader(Protocol):
-    """What the prefill reads of one artifact (a lease of the store implements it)."""
-
-    def tensor(self, part: Part, layer: int | None, *, dtype: torch.dtype) -> torch.Tensor: ...
-
-    def rows(self, part: Part, layer: int | None, index: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """Raw rows from artifacts that a row set may pool. Found once a row set, used in every layer."""
+    """Raw rows from artifacts that a row set may pool. Found once a row set, used in every layer.
+
+    Attributes:
+        pieces: by artifact, rows of its boundary tensor: int64 [k], on the host.
+    """
 
     extras: tuple[ExtraRow, ...]
     pieces: tuple[tuple[ArtifactReader, torch.Tensor], ...]
@@ -37,7 +34,11 @@ class Boundary:
 
 @dataclass(frozen=True, kw_only=True)
 class Restoration:
-    """Cached rows to fetch and the places they go to, by artifact. Found once a chunk, used in every layer."""
+    """Cached rows to fetch and the places they go to, by artifact. Found once a chunk, used in every layer.
+
+    Attributes:
+        pieces: by artifact, its rows int64 [k], on the host, and their places int64 [k], on the device.
+    """
 
     rows: int
     pieces: tuple[tuple[ArtifactReader, torch.Tensor, torch.Tensor], ...]
@@ -48,17 +49,19 @@ class Documents:
 
     Args:
         readers: by index of the document's segment; empty in the recompute arm.
+        source: how their tensors reach the device; left out: each is read when it is asked.
     """
 
     def __init__(
         self,
         geometry: ModelGeometry,
         segments: Sequence[Segment],
-        readers: dict[int, ArtifactReader],
+        readers: Mapping[int, ArtifactReader],
         *,
         local_width: int,
         dtype: torch.dtype,
         device: torch.device,
+        source: TileSource | None = None,
     ) -> None:
         self._geometry = geometry
         self._segments = tuple(segments)
@@ -66,35 +69,87 @@ class Documents:
         self._local_width = local_width
         self._dtype = dtype
         self._device = device
-        self.loaded_bytes = 0
+        self._source = source or DirectReads(dtype, device)
 
-    def _read(self, reader: ArtifactReader, part: Part, layer: int | None) -> torch.Tensor:
-        values = reader.tensor(part, layer, dtype=self._dtype).to(self._device)
-        self.loaded_bytes += values.numel() * values.element_size()
-        return values
+    @property
+    def moved(self) -> Mapping[Tier, int]:
+        """Bytes of artifacts read so far, by where they were found."""
+        return self._source.moved
 
-    def _read_rows(self, reader: ArtifactReader, part: Part, layer: int | None, rows: torch.Tensor) -> torch.Tensor:
-        values = reader.rows(part, layer, rows, dtype=self._dtype).to(self._device)
-        self.loaded_bytes += values.numel() * values.element_size()
-        return values
+    def lateness(self) -> list[float]:
+        """Seconds the computation waited, by layer; may wait for the device."""
+        return self._source.lateness()
+
+    def close(self) -> None:
+        """Stop reading. The leases are the caller's."""
+        self._source.close()
+
+    def announce(
+        self,
+        layers: range,
+        *,
+        idle: bool,
+        only_prefix: bool,
+        boundary: Boundary,
+        restorations: Sequence[Restoration],
+        then: Restoration | None = None,
+    ) -> None:
+        """Say what the next layers will read, so that it can be on its way before they ask.
+
+        Args:
+            idle: some rows of the request do not run, so that layers are loaded.
+            then: rows whose streams are filled after these layers.
+        """
+        parts = [
+            [read for _, _, read in self._whole_parts(layer, only_prefix=only_prefix)] if idle else []
+            for layer in layers
+        ]
+        rows = [self._row_reads(layer, boundary, restorations) for layer in layers]
+        streams = [] if then is None else [self._stream_reads(then)]
+        self._source.announce([*([*whole, *some] for whole, some in zip(parts, rows, strict=True)), *streams])
+
+    def _row_reads(self, layer: int, boundary: Boundary, restorations: Sequence[Restoration]) -> list[Read]:
+        reads = self._boundary_reads(layer, boundary)
+        for restoration in restorations:
+            reads += self._local_reads(layer, restoration)
+        return reads
+
+    def _whole_parts(self, layer: int, *, only_prefix: bool) -> Iterator[tuple[Segment, Part, Read]]:
+        """What `load_layer` reads, in its order."""
+        parts = {
+            AttentionKind.SLIDING: (Part.LATENTS,),
+            AttentionKind.HCA: (Part.LATENTS, Part.ENTRIES),
+            AttentionKind.CSA: (Part.LATENTS, Part.ENTRIES, Part.INDEX_KEYS),
+        }[self._geometry.attention_kinds[layer]]
+        for segment, reader in self._documents:
+            if only_prefix and segment.kind is not SegmentKind.PREFIX:
+                continue
+            for part in parts:
+                yield segment, part, Read(reader=reader, part=part, layer=layer)
+
+    def _boundary_reads(self, layer: int, boundary: Boundary) -> list[Read]:
+        if self._geometry.attention_kinds[layer] is not AttentionKind.CSA:
+            return []
+        return [Read(reader=reader, part=Part.BOUNDARY, layer=layer, index=index) for reader, index in boundary.pieces]
+
+    @staticmethod
+    def _local_reads(layer: int, restoration: Restoration) -> list[Read]:
+        return [Read(reader=reader, part=Part.LOCAL, layer=layer, index=rows) for reader, rows, _ in restoration.pieces]
 
     def load_layer(self, layer: int, pool: CachePool, state: SequenceState, *, only_prefix: bool) -> None:
         """Put the cached latents, entries and Indexer keys of the documents into the pool; rows that run replace
         theirs."""
-        kind = self._geometry.attention_kinds[layer]
         ratio = self._geometry.ratio(layer)
-        for segment, reader in self._documents:
-            if only_prefix and segment.kind is not SegmentKind.PREFIX:
-                continue
-            start = state.latent_offset + segment.start
-            pool.latents[layer][start : start + segment.length] = self._read(reader, Part.LATENTS, layer)
-            if kind is AttentionKind.SLIDING:
-                continue
-            first = state.entry_offsets[ratio] + sum(s.entries(ratio) for s in state.segments[: segment.index])
-            rows = slice(first, first + segment.entries(ratio))
-            for target, part in ((pool.entries[layer], Part.ENTRIES), (pool.index_keys[layer], Part.INDEX_KEYS)):
-                if target is not None:
-                    target[rows] = self._read(reader, part, layer)
+        for segment, part, read in self._whole_parts(layer, only_prefix=only_prefix):
+            if part is Part.LATENTS:
+                target: torch.Tensor | None = pool.latents[layer]
+                first, count = state.latent_offset + segment.start, segment.length
+            else:
+                target = pool.entries[layer] if part is Part.ENTRIES else pool.index_keys[layer]
+                before = sum(each.entries(ratio) for each in state.segments[: segment.index])
+                first, count = state.entry_offsets[ratio] + before, segment.entries(ratio)
+            assert target is not None
+            target[first : first + count] = self._source.take(read)
 
     def boundary(self, rows: RowSet) -> Boundary:
         """Last rows of documents that do not run with `rows`; their raw projections are in the artifact."""
@@ -103,7 +158,7 @@ class Documents:
             last = np.arange(max(0, segment.length - self._geometry.csa_ratio), segment.length)
             idle = last[~np.isin(segment.start + last, rows.positions)]
             if idle.size:
-                pieces.append((reader, torch.from_numpy(idle - last[0]).to(self._device)))
+                pieces.append((reader, torch.from_numpy(idle - last[0])))
                 exact = segment.kind is SegmentKind.PREFIX
                 extras += [ExtraRow(sequence=0, position=segment.start + int(row), exact=exact) for row in idle]
         return Boundary(extras=tuple(extras), pieces=tuple(pieces))
@@ -114,33 +169,36 @@ class Documents:
         if self._geometry.attention_kinds[layer] is not AttentionKind.CSA:
             return [torch.empty((0, width), dtype=self._dtype, device=self._device) for width in widths]
         parts = [torch.empty((0, sum(widths)), dtype=self._dtype, device=self._device)]
-        parts += [self._read_rows(reader, Part.BOUNDARY, layer, index) for reader, index in boundary.pieces]
+        parts += [self._source.take(read) for read in self._boundary_reads(layer, boundary)]
         return list(torch.cat(parts).split(widths, dim=1))
 
     def restoration(self, positions: NDArray[np.int64]) -> Restoration:
-        """Where the cached Local contributions of rows at these request positions are."""
+        """Where the cached rows of the tokens at these request positions are."""
         pieces = []
         for segment, reader in self._documents:
             inside = np.flatnonzero((positions >= segment.start) & (positions < segment.stop))
             if inside.size:
-                rows = torch.from_numpy(positions[inside] - segment.start).to(self._device)
+                rows = torch.from_numpy(positions[inside] - segment.start)
                 pieces.append((reader, rows, torch.from_numpy(inside).to(self._device)))
         return Restoration(rows=len(positions), pieces=tuple(pieces))
 
     def restore_local(self, layer: int, restoration: Restoration) -> torch.Tensor:
         """Cached Local contributions of the rows, in their order: [rows, G * C of this rank]."""
         restored = torch.empty((restoration.rows, self._local_width), dtype=self._dtype, device=self._device)
-        for reader, rows, places in restoration.pieces:
-            restored[places] = self._read_rows(reader, Part.LOCAL, layer, rows)
+        reads = self._local_reads(layer, restoration)
+        for read, (_, _, places) in zip(reads, restoration.pieces, strict=True):
+            restored[places] = self._source.take(read)
         return restored
 
-    def fill_streams(self, streams: torch.Tensor, positions: NDArray[np.int64]) -> torch.Tensor:
-        """Residual streams that the artifacts kept before the trailing fence, for rows at these positions."""
-        for segment, reader in self._documents:
-            inside = np.flatnonzero((positions >= segment.start) & (positions < segment.stop))
-            if inside.size:
-                rows = torch.from_numpy(positions[inside] - segment.start)
-                streams[torch.from_numpy(inside).to(streams.device)] = self._read_rows(reader, Part.STREAMS, None, rows)
+    @staticmethod
+    def _stream_reads(rows: Restoration) -> list[Read]:
+        return [Read(reader=reader, part=Part.STREAMS, layer=None, index=index) for reader, index, _ in rows.pieces]
+
+    def fill_streams(self, streams: torch.Tensor, restoration: Restoration) -> torch.Tensor:
+        """Put the residual streams that the artifacts kept before the trailing fence into [rows, S, M]."""
+        reads = self._stream_reads(restoration)
+        for read, (_, _, places) in zip(reads, restoration.pieces, strict=True):
+            streams[places] = self._source.take(read)
         return streams
 
     def salience(self, ratio: int) -> NDArray[np.float64]:
@@ -153,5 +211,5 @@ class Documents:
             if reader is None:
                 values.append(np.zeros(entries))
             else:
-                values.append(reader.tensor(Part.SALIENCE, None, dtype=torch.float64).cpu().numpy())
+                values.append(reader.tensor(Part.SALIENCE, None, torch.float64).cpu().numpy())
         return np.concatenate(values)

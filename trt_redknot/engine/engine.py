@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,21 +12,29 @@ import numpy as np
 import torch
 
 from trt_redknot.admission.admit import Admission, admit
+from trt_redknot.admission.reasons import FallbackReason
 from trt_redknot.admission.recompute import document_tokens
+from trt_redknot.artifacts.contents import Part, artifact_parts
 from trt_redknot.artifacts.identity import ArtifactIdentity
 from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.collectives import Collectives, from_communicator
 from trt_redknot.collectives.agreement import agree
+from trt_redknot.collectives.device import connect
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.engine.context import RankContext
 from trt_redknot.engine.generate import Admitted, Generation
-from trt_redknot.engine.loading import LoadedRank, find_device, load_rank, ops_for
+from trt_redknot.engine.loading import LoadedRank, default_device, find_device, load_rank, ops_for, stages_for
 from trt_redknot.engine.manifest import EngineManifest
-from trt_redknot.engine.producer import Producer
+from trt_redknot.engine.pool import CachePool, PoolRows
+from trt_redknot.engine.producer import Produced, Producer
 from trt_redknot.engine.response import Response
 from trt_redknot.engine.ropes import RopeTables
+from trt_redknot.engine.steps import Steps, drain
+from trt_redknot.engine.tensorrt.execution import PlanBackend
+from trt_redknot.engine.tensorrt.starting import start_plans
+from trt_redknot.engine.tiles import TileOptions, Tiles
 from trt_redknot.engine.walk import LayerWalk
-from trt_redknot.errors import EngineError, RedKnotError, RequestError
+from trt_redknot.errors import EngineError, RedKnotError, RequestError, TooLongError
 from trt_redknot.model.layers import Weights
 from trt_redknot.partition import even_split
 from trt_redknot.request.layout import check_length, check_request, check_token_ids, lay_out
@@ -49,6 +58,8 @@ class Engine:
         shared: Weights,
         collectives: Collectives,
         device: torch.device,
+        tiles: TileOptions | None = None,
+        plans: PlanBackend | None = None,
     ) -> None:
         self.manifest = manifest
         self.geometry = geometry
@@ -60,31 +71,49 @@ class Engine:
         ops = ops_for(device, manifest, geometry, collectives)
         self._ropes = RopeTables(geometry, manifest.torch_dtype, device)
         experts = even_split(geometry.experts, collectives.size)[collectives.rank]
+        stages = stages_for(geometry, layers, shared, self._ropes, ops, plans)
         self._context = RankContext(
             geometry=geometry,
             profile=manifest.profile,
-            embedding=shared["embed"],
-            walk=LayerWalk(geometry, layers, self._ropes, ops, first_expert=experts.start),
+            stages=stages,
+            walk=LayerWalk(geometry, stages, ops, first_expert=experts.start),
             ops=ops,
             collectives=collectives,
             local_width=geometry.projected // collectives.size,
             chunk_rows=manifest.chunk_rows,
             dtype=manifest.torch_dtype,
             device=device,
+            tiles=Tiles(manifest.torch_dtype, device, tiles or TileOptions.default(device)),
         )
-        self._shared = shared
+
+    @property
+    def tiles(self) -> Tiles:
+        """What this rank keeps of artifacts between requests, and how a request reads them."""
+        return self._context.tiles
+
+    @tiles.setter
+    def tiles(self, tiles: Tiles) -> None:
+        self._context = dataclasses.replace(self._context, tiles=tiles)
 
     @classmethod
     def open(
-        cls, engine_dir: Path | str, comm: Intracomm | None = None, *, verify: bool = True, device: str = "cpu"
+        cls,
+        engine_dir: Path | str,
+        comm: Intracomm | None = None,
+        *,
+        verify: bool = True,
+        device: str | None = None,
+        tiles: TileOptions | None = None,
     ) -> Engine:
         """Load this rank's part of an engine directory.
 
         Args:
             comm: an mpi4py communicator with as many ranks as the engine was built for; None: one rank.
             verify: compare the content of this rank's files with the manifest (sizes are always compared).
-            device: where this rank computes, as torch names it. Our kernels serve bfloat16 engines on a GPU; anything
-                else runs the torch references there.
+            device: where this rank computes, as torch names it; "cuda" is the GPU of the rank's number on its host. Our
+                kernels serve bfloat16 engines on a GPU; anything else runs the torch references there. Ranks with a GPU
+                each exchange rows over NCCL. Left out: "cuda" for engines of the tensorrt backend, else "cpu".
+            tiles: how artifacts reach the device; left out: read ahead to a GPU, read in place on the host.
 
         Raises:
             EngineError: no engine, altered, of another backend, built for another number of ranks, or not the same
@@ -94,7 +123,7 @@ class Engine:
         loaded: LoadedRank | None = None
         failure: RedKnotError | None = None
         try:
-            place = find_device(device)
+            place = find_device(device or default_device(Path(engine_dir)), comm)
             loaded = load_rank(Path(engine_dir), collectives.rank, collectives.size, place, verify=verify)
         except RedKnotError as error:
             failure = error
@@ -107,7 +136,11 @@ class Engine:
                 found=f"{digests[differing]} on rank {differing}",
                 remedy="Give every rank the same engine directory, or a copy of it.",
             )  # fmt: skip
-        return cls(loaded.manifest, loaded.geometry, loaded.layers, loaded.shared, collectives, loaded.device)
+        data_plane = connect(collectives, loaded.device)
+        plans = None if loaded.plans is None else start_plans(loaded.plans, data_plane, loaded.device)
+        return cls(
+            loaded.manifest, loaded.geometry, loaded.layers, loaded.shared, data_plane, loaded.device, tiles, plans
+        )
 
     @torch.inference_mode()
     def build_artifact(self, store: ArtifactStore, token_ids: Sequence[int], *, rebuild: bool = False) -> str:
@@ -122,14 +155,47 @@ class Engine:
             StoreError: the store cannot be written or has no room; nothing is visible then.
         """
         self._check_document_length(len(token_ids), "the document")
+        pool = self._pool([Producer.size(self.geometry, len(token_ids))])
+        return drain(self.build_steps(store, token_ids, pool, rebuild=rebuild)).artifact_id
+
+    def build_steps(
+        self, store: ArtifactStore, token_ids: Sequence[int], pool: CachePool, *, rebuild: bool = False,
+        wait_s: float = 600.0,
+    ) -> Steps[Produced]:  # fmt: skip
+        """`build_artifact` in steps, over a pool that has room for the document. Closing the generator drops the build.
+
+        Args:
+            wait_s: seconds to wait for another process that builds the same artifact.
+        """
+        self._check_document_length(len(token_ids), "the document")
         with store.begin(
             token_ids, identity=self.identity, geometry=self.geometry, profile=self.manifest.profile,
-            collectives=self.collectives, rebuild=rebuild,
+            collectives=self.collectives, rebuild=rebuild, wait_s=wait_s,
         ) as build:  # fmt: skip
             if not build.exists:
                 self._ropes.grow(len(token_ids))
-                Producer(self._context, build, np.asarray(token_ids, dtype=np.int64)).run()
-            return build.publish()
+                producer = Producer(self._context, build, np.asarray(token_ids, dtype=np.int64), pool)
+                try:
+                    yield from producer.run()
+                finally:
+                    producer.close()
+            return Produced(artifact_id=build.publish(), built=not build.exists)
+
+    def warm(self, store: ArtifactStore, artifact_id: str) -> int:
+        """Bring an artifact into this rank's nearest tier. Local: no rank waits for another.
+
+        Returns:
+            Bytes of it that are in memory now; what does not fit stays in the store.
+
+        Raises:
+            StoreError: no such artifact, or it is not what its certificate says.
+            ConfigError: the engine was opened without tiers.
+        """
+        with store.open(artifact_id, rank=self.collectives.rank) as lease:
+            parts = artifact_parts(
+                self.geometry, self.manifest.profile, lease.certificate.token_count, self.collectives.size
+            )
+            return self.tiles.warm(lease, [spec for spec in parts if spec.part is not Part.SALIENCE])
 
     def check_document(self, token_ids: Sequence[int], what: str = "the document") -> None:
         """Raise RequestError where `build_artifact` would refuse `token_ids`. Local: no rank waits for another.
@@ -144,7 +210,7 @@ class Engine:
     def _check_document_length(self, length: int, what: str) -> None:
         limit = self.manifest.max_length
         if length > limit:
-            raise RequestError(
+            raise TooLongError(
                 f"{what} is too long", expected=f"at most {limit} tokens", found=length,
                 remedy="Split it, or build the engine with a larger --max-length.",
             )  # fmt: skip
@@ -171,16 +237,43 @@ class Engine:
         batch: list[Admitted] = []
         try:
             for item in requests:
-                batch.append(self._admit(item, store))
-            self._ropes.grow(max((len(i.layout.tokens) + i.request.max_new_tokens for i in batch), default=0))
-            responses = Generation(self._context, self._shared).run(batch)
+                batch.append(self.admit(item, store))
+            pool = self._pool([Generation.size(self.geometry, item) for item in batch])
+            responses = Generation(self._context, pool).run(batch)
+            self._check_stages()
         finally:
             for admitted in batch:
-                if admitted.admission is not None:
-                    admitted.admission.close()
+                admitted.close()
         return responses[0] if isinstance(request, Request) else responses
 
-    def _admit(self, request: Request, store: ArtifactStore | None) -> Admitted:
+    @torch.inference_mode()
+    def open_generation(self, capacity: PoolRows) -> Generation:
+        """For requests that come and go: over a pool of this size. `generate` is one with room for just its batch."""
+        return Generation(self._context, self._pool([capacity]))
+
+    def _pool(self, sizes: Sequence[PoolRows]) -> CachePool:
+        return CachePool(self.geometry, PoolRows.sum(sizes), dtype=self._context.dtype, device=self._context.device)
+
+    def _check_stages(self) -> None:
+        """What a rank's stages noted fails the requests on all ranks."""
+        failure: RedKnotError | None = None
+        try:
+            self._context.stages.check()
+        except RedKnotError as error:
+            failure = error
+        agree(self.collectives, None, failure)
+
+    def admit(
+        self, request: Request, store: ArtifactStore | None, *, refusal: tuple[FallbackReason, str] | None = None
+    ) -> Admitted:
+        """A request's agreed way through the engine: tokens, segments, leases. The caller closes it. Collective.
+
+        Args:
+            refusal: a reason not to reuse that the caller knows already, and the same in words.
+
+        Raises:
+            RequestError, StoreError: as `generate`; on all ranks.
+        """
         check_request(request, self.geometry)
         named = [part for part in request.segments if isinstance(part, Artifact)]
         if named and store is None:
@@ -198,7 +291,7 @@ class Engine:
             else:
                 admission = admit(
                     named, store, identity=self.identity, geometry=self.geometry, profile=self.manifest.profile,
-                    collectives=self.collectives, deadline_s=request.reuse.deadline_s,
+                    collectives=self.collectives, deadline_s=request.reuse.deadline_s, refusal=refusal,
                 )  # fmt: skip
                 documents = [document.tokens for document in admission.documents]
         admission_s = time.perf_counter() - started
@@ -210,6 +303,7 @@ class Engine:
                 admission.close()
             raise
         reuses = admission is not None and admission.admitted
+        self._ropes.grow(len(layout.tokens) + request.max_new_tokens)
         return Admitted(
             request=request,
             layout=layout if reuses else layout.as_fresh(),

@@ -9,18 +9,15 @@ import torch
 
 from trt_redknot.collectives import Collectives
 from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.engine.executor import StageExecutor
 from trt_redknot.engine.rowset import RowSet
-from trt_redknot.model import layers as model
-from trt_redknot.model.layers import Weights
-from trt_redknot.ops.interface import Ops
 from trt_redknot.partition import even_split
 
 
 def logits_of(
-    ops: Ops,
+    stages: StageExecutor,
     collectives: Collectives,
     geometry: ModelGeometry,
-    weights: Weights,
     streams: torch.Tensor,
     rows: RowSet,
     chosen: Sequence[int],
@@ -33,6 +30,6 @@ def logits_of(
     # Gathered in rank order; `order` puts them back as they were asked for.
     gathered = collectives.all_gather(streams[torch.tensor(mine, dtype=torch.int64, device=streams.device)], counts)
     order = np.argsort(np.argsort(owners, kind="stable"), kind="stable")
-    share = model.head(ops, geometry, weights, gathered[torch.from_numpy(order).to(streams.device)])
+    share = stages.head(gathered[torch.from_numpy(order).to(streams.device)])
     columns = [len(part) for part in even_split(geometry.vocab, collectives.size)]
     return collectives.all_gather(share.float().T.contiguous(), columns).T.contiguous()

@@ -18,7 +18,7 @@ from trt_redknot.digests import digest_file, digest_json
 from trt_redknot.errors import ConfigError, EngineError
 
 MANIFEST = "engine.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _MANIFEST_LIMIT = 64 * 2**20
 
 # Plain names below the engine directory: no leading slash, no "..", no hidden file.
@@ -48,6 +48,22 @@ class EngineRank(_Strict):
     files: tuple[EngineFile, ...]
 
 
+class PlanRecord(_Strict):
+    """What the plans of an engine were built for.
+
+    Attributes:
+        decode_rows, segments: limits beside those of the engine (:class:`PlanLimits`).
+        packed_cache, packed_local: caches are packed FP8 rows.
+        collectives: what moves rows between ranks inside plans.
+    """
+
+    decode_rows: int = Field(ge=1)
+    segments: int = Field(ge=1)
+    packed_cache: bool
+    packed_local: bool
+    collectives: Literal["none", "plugin", "native"]
+
+
 class EngineManifest(_Strict):
     """Content of engine.json.
 
@@ -56,10 +72,10 @@ class EngineManifest(_Strict):
         max_length: most tokens of a request, prompt and answer together.
         chunk_rows: rows that go through a stage together.
         versions: of the packages that built the engine.
-        gpu, plugin_build: None for engines that need neither.
+        gpu, plugin_build, plans: None for engines that need none.
     """
 
-    format_version: Literal[1]
+    format_version: Literal[2]
     backend: Literal["torch", "tensorrt"]
     geometry: dict[str, object]
     geometry_digest: str
@@ -74,6 +90,7 @@ class EngineManifest(_Strict):
     versions: dict[str, str]
     gpu: str | None
     plugin_build: str | None
+    plans: PlanRecord | None
     ranks: tuple[EngineRank, ...]
     tokenizer_files: tuple[EngineFile, ...]
 

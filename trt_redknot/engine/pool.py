@@ -1,14 +1,56 @@
-"""The cache pool: latents, compressed entries, Indexer keys and raw compressor tails of the sequences of a batch."""
+"""The cache pool: latents, compressed entries, Indexer keys and raw compressor tails of the sequences that are open."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry
+from trt_redknot.engine.ranges import Ranges
 from trt_redknot.request.segments import Segment, SegmentKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolRows:
+    """Rows of a pool, or of one sequence in it.
+
+    Attributes:
+        latents: one a token.
+        entries: by compression ratio.
+        sequences: how many, each with its place in the raw tails.
+    """
+
+    latents: int
+    entries: Mapping[int, int]
+    sequences: int
+
+    @classmethod
+    def of_sequence(cls, geometry: ModelGeometry, length: int, segments: int) -> PoolRows:
+        """What a sequence needs that starts with `segments` segments and grows to `length` tokens."""
+        ratios = {geometry.ratio(layer) for layer in range(geometry.layers)} - {0}
+        # Every segment may end in a partial window, and one more may be opened for generated tokens.
+        return cls(
+            latents=length, entries={ratio: length // ratio + segments + 1 for ratio in sorted(ratios)}, sequences=1
+        )
+
+    @classmethod
+    def sum(cls, parts: Sequence[PoolRows]) -> PoolRows:
+        ratios = sorted({ratio for part in parts for ratio in part.entries})
+        return cls(
+            latents=sum(part.latents for part in parts),
+            entries={ratio: sum(part.entries.get(ratio, 0) for part in parts) for ratio in ratios},
+            sequences=sum(part.sequences for part in parts),
+        )
+
+    def within(self, other: PoolRows) -> bool:
+        """Whether `other` has at least as many rows of each kind."""
+        return (
+            self.latents <= other.latents
+            and self.sequences <= other.sequences
+            and all(rows <= other.entries.get(ratio, 0) for ratio, rows in self.entries.items())
+        )
 
 
 @dataclass(kw_only=True)
@@ -57,55 +99,85 @@ def raw_widths(geometry: ModelGeometry, layer: int) -> tuple[int, ...]:
 
 
 class CachePool:
-    """Cache of a batch of sequences, one set of tensors a layer.
+    """Cache of the open sequences, one set of tensors a layer. Its size is fixed, sequences come and go.
+
+    Rows that no open sequence has written hold NaN, so that a read of them would be seen: all rows at first, and those
+    of a sequence again when it is closed. Places depend on nothing but the order of the calls: they are the same on
+    every rank.
 
     Args:
         geometry: the network.
-        lengths: tokens each sequence may grow to.
-        segments: segments each sequence starts with (every one may end in a partial window).
+        capacity: rows of each kind.
     """
 
     def __init__(
-        self,
-        geometry: ModelGeometry,
-        lengths: Sequence[int],
-        segments: Sequence[int],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, geometry: ModelGeometry, capacity: PoolRows, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.geometry = geometry
-        self.sequences: list[SequenceState] = []
-        ratios = {geometry.ratio(layer) for layer in range(geometry.layers)} - {0}
-        latent_rows, entry_rows = 0, dict.fromkeys(ratios, 0)
-        for slot, (length, pieces) in enumerate(zip(lengths, segments, strict=True)):
-            self.sequences.append(SequenceState(slot=slot, latent_offset=latent_rows, entry_offsets=dict(entry_rows)))
-            latent_rows += length
-            for ratio in ratios:
-                entry_rows[ratio] += length // ratio + pieces + 1
-        # Memory that no row has written holds NaN: a read of it would be seen.
-        self.latents = [
-            torch.full((latent_rows, geometry.head_dim), float("nan"), dtype=dtype, device=device)
-            for _ in range(geometry.layers)
-        ]
+        self.capacity = capacity
+        self._latents = Ranges(capacity.latents)
+        self._entries = {ratio: Ranges(rows) for ratio, rows in capacity.entries.items()}
+        self._slots = Ranges(capacity.sequences)
+        # By slot, what the open sequences take.
+        self._open: dict[int, PoolRows] = {}
+
+        def nothing(rows: int, width: int) -> torch.Tensor:
+            return torch.full((rows, width), float("nan"), dtype=dtype, device=device)
+
+        self.latents = [nothing(capacity.latents, geometry.head_dim) for _ in range(geometry.layers)]
         self.entries: list[torch.Tensor | None] = []
         self.index_keys: list[torch.Tensor | None] = []
         self.tails: list[tuple[torch.Tensor, ...]] = []
         for layer, kind in enumerate(geometry.attention_kinds):
             ratio = geometry.ratio(layer)
-            rows = entry_rows.get(ratio, 0)
-            self.entries.append(
-                torch.full((rows, geometry.head_dim), float("nan"), dtype=dtype, device=device) if ratio else None
-            )
-            self.index_keys.append(
-                torch.full((rows, geometry.index_dim), float("nan"), dtype=dtype, device=device)
-                if kind is AttentionKind.CSA
-                else None
-            )
-            keep = tail_rows(kind, ratio) * len(self.sequences)
-            self.tails.append(
-                tuple(
-                    torch.full((keep, width), float("nan"), dtype=dtype, device=device)
-                    for width in raw_widths(geometry, layer)
-                )
-            )
+            rows = capacity.entries.get(ratio, 0)
+            keep = tail_rows(kind, ratio) * capacity.sequences
+            self.entries.append(nothing(rows, geometry.head_dim) if ratio else None)
+            self.index_keys.append(nothing(rows, geometry.index_dim) if kind is AttentionKind.CSA else None)
+            self.tails.append(tuple(nothing(keep, width) for width in raw_widths(geometry, layer)))
+
+    @property
+    def free(self) -> PoolRows:
+        """Rows that no sequence has; they need not be consecutive."""
+        entries = {ratio: ranges.free for ratio, ranges in self._entries.items()}
+        return PoolRows(latents=self._latents.free, entries=entries, sequences=self._slots.free)
+
+    def has_room(self, size: PoolRows) -> bool:
+        """Whether a sequence of this size can be opened now. A sequence's rows of a kind are consecutive."""
+        entries = {ratio: ranges.longest for ratio, ranges in self._entries.items()}
+        gaps = PoolRows(latents=self._latents.longest, entries=entries, sequences=self._slots.longest)
+        return size.within(gaps)
+
+    def open(self, size: PoolRows, segments: Sequence[Segment]) -> SequenceState:
+        """A place for a sequence that starts with `segments`. ValueError where there is none: ask `has_room` before."""
+        if not self.has_room(size):
+            raise ValueError(f"no room for {size}, free are {self.free}")
+        slot = self._slots.take(1)
+        self._open[slot] = size
+        return SequenceState(
+            slot=slot,
+            latent_offset=self._latents.take(size.latents),
+            entry_offsets={ratio: self._entries[ratio].take(rows) for ratio, rows in size.entries.items()},
+            segments=list(segments),
+        )
+
+    def close(self, state: SequenceState) -> None:
+        """Give a sequence's rows back, with NaN in them again. KeyError where it is closed already."""
+        size = self._open.pop(state.slot)
+        for layer, kind in enumerate(self.geometry.attention_kinds):
+            ratio = self.geometry.ratio(layer)
+            _forget(self.latents[layer], state.latent_offset, size.latents)
+            for table in (self.entries[layer], self.index_keys[layer]):
+                if table is not None:
+                    _forget(table, state.entry_offsets[ratio], size.entries[ratio])
+            keep = tail_rows(kind, ratio)
+            for tail in self.tails[layer]:
+                _forget(tail, state.slot * keep, keep)
+        self._slots.give(state.slot, 1)
+        self._latents.give(state.latent_offset, size.latents)
+        for ratio, rows in size.entries.items():
+            self._entries[ratio].give(state.entry_offsets[ratio], rows)
+
+
+def _forget(table: torch.Tensor, start: int, rows: int) -> None:
+    table[start : start + rows] = float("nan")

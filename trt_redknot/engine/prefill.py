@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from trt_redknot.config.geometry import AttentionKind
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.engine.context import RankContext
-from trt_redknot.engine.documents import Documents
+from trt_redknot.engine.documents import Documents, Restoration
 from trt_redknot.engine.pool import CachePool, SequenceState
 from trt_redknot.engine.rowset import RowSet, redistribute
 from trt_redknot.engine.step import Observation, Step, no_extra_raw, no_restore
+from trt_redknot.engine.steps import Steps
 from trt_redknot.engine.tables import ratio_tables
 from trt_redknot.request.controller import candidates, protect, select_rows
 from trt_redknot.request.rows import RowPlan
@@ -30,7 +31,6 @@ class Prefilled:
     rows: RowSet
     plan: RowPlan
     observation: Observation
-    loaded_bytes: int
 
 
 class Prefill:
@@ -63,30 +63,33 @@ class Prefill:
         self._has_csa = AttentionKind.CSA in geometry.attention_kinds
         self._window = geometry.csa_ratio
 
-    def run(self) -> Prefilled:
-        """All phases in order. Collective."""
+    def run(self) -> Steps[Prefilled]:
+        """All phases in order, in steps. Collective."""
         profile, segments = self._context.profile, self._state.segments
         flags = protect(segments, self._policy, self._window)
         everywhere = _positions_outside_idle_prefix(segments, flags)
         leading = self._row_set(everywhere, len(everywhere))
         own_tokens = torch.from_numpy(self._tokens[leading.positions[leading.own_rows]]).to(self._context.device)
-        streams = self._context.ops.embed(own_tokens, self._context.embedding, streams=self._context.geometry.streams)
+        streams = self._context.stages.embed(own_tokens)
         choice = candidates(segments, flags, self._window).rows > 0
         scored = [layer for layer in range(profile.leading_fence) if self._is_csa(layer)] if choice else []
         if scored:
             self._observe.salience_layers = scored
             self._observe.salience_rows = (flags[leading.positions] & int(Protection.QUERY)) != 0
-        streams = self._layers(range(profile.leading_fence), leading, streams, only_prefix=True)
+        streams = yield from self._layers(range(profile.leading_fence), leading, streams, only_prefix=True)
         plan = self._select(flags, choice=choice, live_scores=bool(scored))
 
         live = self._live_rows(plan)
+        idle = self._idle_rows(live, leading)
         streams, _ = redistribute(self._context.collectives, streams, leading, live)
-        streams = self._layers(profile.reusable, live, streams, tau=self._policy.effective_tau if self._policy else 1.0)
+        streams = yield from self._layers(
+            profile.reusable, live, streams, tau=self._policy.effective_tau if self._policy else 1.0, then=idle
+        )
 
-        trailing, filled = self._trailing(plan, live, leading, streams)
+        trailing, filled = self._trailing(live, leading, streams, idle)
         if self._observe.before_trailing is not None:
             self._observe.before_trailing(filled, trailing)
-        streams = self._layers(
+        streams = yield from self._layers(
             range(profile.trailing_start, profile.layers), trailing, filled, only_prefix=trailing is leading
         )
         return Prefilled(
@@ -94,7 +97,6 @@ class Prefill:
             rows=trailing,
             plan=plan,
             observation=self._observe,
-            loaded_bytes=self._documents.loaded_bytes,
         )
 
     def _is_csa(self, layer: int) -> bool:
@@ -129,34 +131,50 @@ class Prefill:
         active = np.flatnonzero(plan.classes == RowClass.ACTIVE)
         return self._row_set(np.concatenate([protected, active]), len(protected))
 
+    def _idle_rows(self, live: RowSet, leading: RowSet) -> Restoration | None:
+        """Own rows that run in the fences and not between them: the trailing one takes their streams from artifacts."""
+        if self._policy is None or self._policy.epilogue != "full":
+            return None
+        own = leading.positions[leading.own_rows]
+        return self._documents.restoration(own[~np.isin(own, live.positions)])
+
     def _trailing(
-        self, plan: RowPlan, live: RowSet, leading: RowSet, streams: torch.Tensor
+        self, live: RowSet, leading: RowSet, streams: torch.Tensor, idle: Restoration | None
     ) -> tuple[RowSet, torch.Tensor]:
         """The rows of the trailing fence and their own streams."""
         if self._policy is None or self._policy.epilogue == "full":
             moved, known = redistribute(self._context.collectives, streams, live, leading)
-            missing = np.flatnonzero(~known)
-            if missing.size:
-                index = torch.from_numpy(missing).to(moved.device)
-                moved[index] = self._documents.fill_streams(moved[index], leading.positions[leading.own_rows][missing])
+            if idle is not None and idle.rows:
+                index = torch.from_numpy(np.flatnonzero(~known)).to(moved.device)
+                moved[index] = self._documents.fill_streams(moved[index], idle)
             return leading, moved
         ordered = self._row_set(np.sort(live.positions), live.rows)
         moved, _ = redistribute(self._context.collectives, streams, live, ordered)
         return ordered, moved
 
     def _layers(
-        self, layers: range, rows: RowSet, streams: torch.Tensor, *, tau: float = 1.0, only_prefix: bool = False
-    ) -> torch.Tensor:
-        step = self._step(rows)
+        self,
+        layers: range,
+        rows: RowSet,
+        streams: torch.Tensor,
+        *,
+        tau: float = 1.0,
+        only_prefix: bool = False,
+        then: Restoration | None = None,
+    ) -> Steps[torch.Tensor]:
+        step = self._step(rows, layers, only_prefix=only_prefix, then=then)
         for layer in layers:
             if rows.rows < self._state.length:
                 self._documents.load_layer(layer, self._pool, self._state, only_prefix=only_prefix)
-            streams = self._context.walk.run(layer, step, self._pool, streams, tau=tau, observe=self._observe)
+            streams = yield from self._context.walk.run(
+                layer, step, self._pool, streams, tau=tau, observe=self._observe
+            )
             if self._observe.after_layer is not None:
                 self._observe.after_layer(layer)
         return streams
 
-    def _step(self, rows: RowSet) -> Step:
+    def _step(self, rows: RowSet, layers: range, *, only_prefix: bool, then: Restoration | None) -> Step:
+        """The tables of a row set. What its layers read of the documents is announced first, and copied meanwhile."""
         context, documents = self._context, self._documents
         ratio = context.geometry.csa_ratio
         idle = rows.rows < self._state.length
@@ -165,6 +183,10 @@ class Prefill:
             chunk.rows.start: documents.restoration(rows.positions[chunk.rows][rows.full_in(chunk) :])
             for chunk in rows.chunks
         }
+        documents.announce(
+            layers, idle=idle, only_prefix=only_prefix, boundary=boundary,
+            restorations=tuple(restorations.values()), then=then,
+        )  # fmt: skip
         starts = np.array([segment.start for segment in self._state.segments])
         frames = rows.positions - starts[np.searchsorted(starts, rows.positions, side="right") - 1]
         device = context.device

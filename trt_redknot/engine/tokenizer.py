@@ -9,8 +9,6 @@ from tokenizers import Tokenizer
 
 from trt_redknot.errors import EngineError
 
-_FILE = "tokenizer.json"
-
 
 class EngineTokenizer:
     """Text to ids and back, without special tokens: a document is a part of a prompt, not a prompt.
@@ -19,11 +17,13 @@ class EngineTokenizer:
         EngineError: the engine was built from a checkpoint without a tokenizer, or the file is damaged.
     """
 
+    FILE = "tokenizer.json"
+
     def __init__(self, engine_dir: Path) -> None:
-        path = engine_dir / _FILE
+        path = engine_dir / self.FILE
         if not path.is_file():
             raise EngineError(
-                "the engine has no tokenizer", expected=_FILE, path=engine_dir,
+                "the engine has no tokenizer", expected=self.FILE, path=engine_dir,
                 remedy="Give token ids instead of text, or build from a checkpoint that has a tokenizer.json.",
             )  # fmt: skip
         try:

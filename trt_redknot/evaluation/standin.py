@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel group alone on a GPU: random weights, stand-in collectives, artifacts in device memory.
+"""Ranks without a checkpoint: random weights, artifacts of random values in memory, and collectives for a lone rank.
 
 For benches only. A stand-in collective moves as many bytes as the real one would write on this rank, by device copies;
 what it returns is not what the other ranks would have sent, so answers mean nothing and times do.
@@ -6,20 +6,32 @@ what it returns is not what the other ranks would have sent, so answers mean not
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from trt_redknot.artifacts.contents import Part
+from trt_redknot.artifacts.formats import ArtifactFormat, TensorCodec
 from trt_redknot.checkpoint.specs import Storage, TensorSpec, layer_specs, shared_specs
+from trt_redknot.collectives import Collectives
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.engine.context import RankContext
+from trt_redknot.engine.executor import OpsExecutor
 from trt_redknot.engine.ropes import RopeTables
+from trt_redknot.engine.tiles import TileOptions, Tiles
 from trt_redknot.engine.walk import LayerWalk
+from trt_redknot.evaluation.metering import Clock, MeteredOps
 from trt_redknot.model.layers import Weights
 from trt_redknot.model.weights import split_heads
 from trt_redknot.ops.cuda.backend import CudaOps
+from trt_redknot.ops.interface import Ops
+from trt_redknot.ops.reference.backend import ReferenceOps
+from trt_redknot.partition import even_split
 
 
 class StandInCollectives:
@@ -61,80 +73,162 @@ class StandInCollectives:
         return None
 
 
-class DeviceArtifact:
-    """A document whose parts lie in device memory; all layers share the same random tensors."""
+class StandInArtifact:
+    """A document of random values, as stored, in memory; all layers share the same tensors.
+
+    Args:
+        local_width: channels of the rank's Local contributions.
+        place: where the stored tensors lie. Host memory is pinned where there is a GPU.
+    """
+
+    generation = 1
 
     def __init__(
-        self, geometry: ModelGeometry, tokens: int, local_width: int, dtype: torch.dtype, device: torch.device
+        self,
+        geometry: ModelGeometry,
+        tokens: int,
+        local_width: int,
+        *,
+        form: ArtifactFormat,
+        place: torch.device,
+        artifact_id: str = "stand-in",
     ) -> None:
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, dtype=dtype, device=device)
-
-        g = geometry
-        entries = -(-tokens // g.csa_ratio)
-        self._parts = {
-            Part.LATENTS: normal(tokens, g.head_dim),
-            Part.ENTRIES: normal(entries, g.head_dim),
-            Part.INDEX_KEYS: normal(entries, g.index_dim),
-            Part.BOUNDARY: normal(min(tokens, g.csa_ratio), 4 * g.head_dim + 4 * g.index_dim),
-            Part.LOCAL: normal(tokens, local_width),
-            Part.STREAMS: normal(tokens, g.streams, g.hidden),
-            Part.SALIENCE: torch.rand(entries, dtype=torch.float64, device=device),
-        }
+        self.artifact_id = artifact_id
         self._geometry = geometry
         self._tokens = tokens
+        self._form = form
+        self._widths = {Part.INDEX_KEYS: geometry.index_dim, Part.LOCAL: local_width}
+        g = geometry
+        entries = -(-tokens // g.csa_ratio)
+        shapes = {
+            Part.LATENTS: (tokens, g.head_dim),
+            Part.ENTRIES: (entries, g.head_dim),
+            Part.INDEX_KEYS: (entries, g.index_dim),
+            Part.BOUNDARY: (min(tokens, g.csa_ratio), 4 * g.head_dim + 4 * g.index_dim),
+            Part.LOCAL: (tokens, local_width),
+            Part.STREAMS: (tokens, g.streams, g.hidden),
+            Part.SALIENCE: (entries,),
+        }
+        self._stored = {part: self._random(part, shape, place) for part, shape in shapes.items()}
 
-    def tensor(self, part: Part, layer: int | None, *, dtype: torch.dtype) -> torch.Tensor:
-        values = self._parts[part]
+    def _random(self, part: Part, shape: tuple[int, ...], place: torch.device) -> torch.Tensor:
+        values = self.codec(part).encode(torch.randn(shape, device=place))
+        if place.type != "cpu":
+            return values.to(place)
+        return values.pin_memory() if torch.cuda.is_available() else values
+
+    def codec(self, part: Part) -> TensorCodec:
+        g = self._geometry
+        return TensorCodec(part=part, format=self._form, width=self._widths.get(part, g.head_dim), rope_dim=g.rope_dim)
+
+    def raw(self, part: Part, layer: int | None) -> torch.Tensor:
+        stored = self._stored[part]
         if part is Part.ENTRIES and layer is not None:
-            values = values[: -(-self._tokens // self._geometry.ratio(layer))]
-        return values.to(dtype)
+            return stored[: -(-self._tokens // self._geometry.ratio(layer))]
+        return stored
 
-    def rows(self, part: Part, layer: int | None, index: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-        values = self._parts[part]
-        return values.index_select(0, index.to(values.device)).to(dtype)
+    def tensor(self, part: Part, layer: int | None, dtype: torch.dtype) -> torch.Tensor:
+        return self.codec(part).decode(self.raw(part, layer), dtype)
+
+    def rows(self, part: Part, layer: int | None, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        stored = self.raw(part, layer)
+        return self.codec(part).decode(stored.index_select(0, index.to(stored.device)), dtype)
 
 
-def random_tensor(spec: TensorSpec, rank: int, size: int, experts: int, device: torch.device) -> torch.Tensor:
-    """A weight of the rank's shape; matrices keep the scale of what goes through them."""
+def random_tensor(
+    spec: TensorSpec, rank: int, size: int, experts: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> torch.Tensor:
+    """A weight of the rank's shape; matrices keep the scale of what goes through them.
+
+    What all ranks hold is the same on all of them; slices differ.
+    """
+    generator = torch.Generator(device).manual_seed(seed if spec.axis is None else seed * size + rank + 1)
     shape = spec.local_shape(rank, size)
     if spec.storage is Storage.TABLE:
-        return torch.randint(0, experts, shape, dtype=torch.int32, device=device)
+        return torch.randint(0, experts, shape, dtype=torch.int32, device=device, generator=generator)
     if spec.storage is Storage.EXACT and not spec.name.endswith(".fn"):
         return torch.full(shape, float(spec.name.endswith("norm")), device=device)
-    dtype = torch.float32 if spec.storage is Storage.EXACT else torch.bfloat16
-    return torch.randn(shape, dtype=dtype, device=device).mul_(shape[-1] ** -0.5)
+    stored = torch.float32 if spec.storage is Storage.EXACT else dtype
+    return torch.randn(shape, dtype=stored, device=device, generator=generator).mul_(shape[-1] ** -0.5)
 
 
-def rank_context(
-    geometry: ModelGeometry, rank: int, size: int, *, chunk_rows: int, length: int, device: torch.device
-) -> tuple[RankContext, Weights]:
-    """A rank with random weights, and its tensors outside the layers."""
-    profile = SplitProfile.default(geometry)
-    collectives = StandInCollectives(rank, size)
-    ops = CudaOps(collectives, geometry)
+@dataclass(frozen=True, kw_only=True)
+class StandInRank:
+    """A rank with random weights.
+
+    Attributes:
+        layers, shared: its tensors, by the names of the layer functions.
+    """
+
+    context: RankContext
+    layers: list[Weights]
+    shared: Weights
+    ropes: RopeTables
+
+    def metered(self, clock: Clock) -> tuple[RankContext, MeteredOps]:
+        """The same rank, with every op measured."""
+        context = self.context
+        meter = MeteredOps(ops=context.ops, geometry=context.geometry, clock=clock)
+        ops = cast("Ops", meter)
+        stages, walk = _executor(context.geometry, context.collectives, ops, self.layers, self.shared, self.ropes)
+        return dataclasses.replace(context, ops=ops, stages=stages, walk=walk), meter
+
+
+def make_rank(
+    geometry: ModelGeometry,
+    collectives: Collectives,
+    *,
+    chunk_rows: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tiles: TileOptions,
+    seed: int = 0,
+) -> StandInRank:
+    """A rank of a network with random weights, without a checkpoint or an engine directory.
+
+    Args:
+        collectives: real ones, or :class:`StandInCollectives`.
+        length: most positions that are asked for.
+    """
+    profile, rank, size = SplitProfile.default(geometry), collectives.rank, collectives.size
     layers: list[Weights] = []
     first_group = geometry.output_groups // size * rank
+    seeds = itertools.count(seed << 32)
     for layer in range(geometry.layers):
         tensors = {
-            spec.name: random_tensor(spec, rank, size, geometry.experts, device)
+            spec.name: random_tensor(spec, rank, size, geometry.experts, dtype, device, next(seeds))
             for spec in layer_specs(geometry, layer)
         }
         layers.append(split_heads(tensors, geometry, profile, layer, first_group))
-    shared = {spec.name: random_tensor(spec, rank, size, geometry.experts, device) for spec in shared_specs(geometry)}
-    ropes = RopeTables(geometry, torch.bfloat16, device)
+    shared = {
+        spec.name: random_tensor(spec, rank, size, geometry.experts, dtype, device, next(seeds))
+        for spec in shared_specs(geometry)
+    }
+    ropes = RopeTables(geometry, dtype, device)
     ropes.grow(length)
-    first_expert = geometry.experts // size * rank
+    ops: Ops = CudaOps(collectives, geometry) if device.type == "cuda" else ReferenceOps(collectives)
+    stages, walk = _executor(geometry, collectives, ops, layers, shared, ropes)
     context = RankContext(
         geometry=geometry,
         profile=profile,
-        embedding=shared["embed"],
-        walk=LayerWalk(geometry, layers, ropes, ops, first_expert=first_expert),
+        stages=stages,
+        walk=walk,
         ops=ops,
         collectives=collectives,
         local_width=geometry.projected // size,
         chunk_rows=chunk_rows,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         device=device,
+        tiles=Tiles(dtype, device, tiles),
     )
-    return context, shared
+    return StandInRank(context=context, layers=layers, shared=shared, ropes=ropes)
+
+
+def _executor(
+    geometry: ModelGeometry, collectives: Collectives, ops: Ops, layers: list[Weights], shared: Weights,
+    ropes: RopeTables,
+) -> tuple[OpsExecutor, LayerWalk]:  # fmt: skip
+    stages = OpsExecutor(geometry, layers, shared, ropes, ops)
+    experts = even_split(geometry.experts, collectives.size)[collectives.rank]
+    return stages, LayerWalk(geometry, stages, ops, first_expert=experts.start)

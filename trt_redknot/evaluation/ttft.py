@@ -1,31 +1,82 @@
-"""Time to first token of one arm, on a rank that has its artifacts in memory."""
+"""Time to first token of both arms on a rank that has its artifacts in memory, and what stands beside it: what making
+the artifacts costs, and how fast tokens follow."""
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
 
+from trt_redknot.artifacts.build import ArtifactBuild
+from trt_redknot.artifacts.contents import PartSpec, artifact_parts
+from trt_redknot.artifacts.formats import ArtifactFormat, TensorCodec
+from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.engine.context import RankContext
+from trt_redknot.engine.decode import decode_step
 from trt_redknot.engine.documents import Documents
 from trt_redknot.engine.head import logits_of
-from trt_redknot.engine.pool import CachePool
-from trt_redknot.engine.prefill import Prefill, Prefilled
+from trt_redknot.engine.pool import CachePool, PoolRows, SequenceState
+from trt_redknot.engine.prefill import Prefill
+from trt_redknot.engine.producer import Producer
 from trt_redknot.engine.step import Observation
-from trt_redknot.evaluation.standin import DeviceArtifact
-from trt_redknot.model.layers import Weights
-from trt_redknot.request.segments import Segment, SegmentKind
+from trt_redknot.engine.steps import drain
+from trt_redknot.engine.tiles import ArtifactReader
+from trt_redknot.observability.events import Tier
+from trt_redknot.request.rows import RowPlan
+from trt_redknot.request.segments import RowClass, Segment, SegmentKind
 
 QUESTION = 256
 
 
-def segment_table(length: int, documents: int, *, reuse: bool) -> list[Segment]:
+@dataclass(frozen=True, kw_only=True)
+class FirstToken:
+    """One prefill up to its first token.
+
+    Attributes:
+        seconds: model-forward entry to first token, on this rank.
+        logits: fp32 [V].
+        late_s: of it, waiting for artifact tiles that were read ahead.
+        moved: artifact bytes, by where they were found.
+    """
+
+    seconds: float
+    logits: torch.Tensor
+    plan: RowPlan
+    late_s: float
+    moved: Mapping[Tier, int]
+    pool: CachePool
+    state: SequenceState
+
+
+@dataclass(kw_only=True)
+class ArmTimes:
+    """What one arm took, run after run, after warm-up."""
+
+    seconds: list[float] = field(default_factory=list)
+    late_s: list[float] = field(default_factory=list)
+    plan: RowPlan | None = None
+    moved: Mapping[Tier, int] = field(default_factory=dict)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread_s(self) -> float:
+        return max(self.seconds) - min(self.seconds)
+
+
+def segment_table(length: int, documents: int, *, reuse: bool, question: int = QUESTION) -> list[Segment]:
     """Documents of equal length, the first a prefix, then a question; or the same rows as one fresh segment."""
     if not reuse:
         return [Segment(index=0, kind=SegmentKind.FRESH, start=0, length=length)]
-    size = (length - QUESTION) // documents
+    size = document_length(length, documents, question=question)
     segments = [
         Segment(
             index=index,
@@ -40,26 +91,159 @@ def segment_table(length: int, documents: int, *, reuse: bool) -> list[Segment]:
     return [*segments, Segment(index=documents, kind=SegmentKind.FRESH, start=start, length=length - start)]
 
 
+def document_length(length: int, documents: int, *, question: int = QUESTION) -> int:
+    """Tokens of each document, whole 128-token windows where there is at least one."""
+    size = (length - question) // documents
+    return size // 128 * 128 or size
+
+
 def first_token(
-    context: RankContext, shared: Weights, segments: list[Segment], artifacts: dict[int, DeviceArtifact],
+    context: RankContext,
+    segments: Sequence[Segment],
+    artifacts: Mapping[int, ArtifactReader],
     policy: ReusePolicy | None,
-) -> tuple[float, Prefilled]:  # fmt: skip
-    """Seconds from model-forward entry to the first token."""
+    *,
+    room: int = 1,
+) -> FirstToken:
+    """One prefill. Collective.
+
+    Args:
+        artifacts: by segment; not read where `policy` is None.
+        room: tokens the cache has place for after the prompt.
+    """
     geometry, length = context.geometry, segments[-1].stop
-    pool = CachePool(geometry, [length + 1], [len(segments)], dtype=context.dtype, device=context.device)
-    state = pool.sequences[0]
-    state.segments = list(segments)
+    size = PoolRows.of_sequence(geometry, length + room, len(segments))
+    pool = CachePool(geometry, size, dtype=context.dtype, device=context.device)
+    state = pool.open(size, segments)
+    readers = artifacts if policy is not None else {}
+    source = context.tiles.source()
     documents = Documents(
-        geometry, segments, dict(artifacts), local_width=context.local_width, dtype=context.dtype, device=context.device
-    )
+        geometry, segments, readers, local_width=context.local_width, dtype=context.dtype, device=context.device,
+        source=source,
+    )  # fmt: skip
     tokens = np.random.default_rng(0).integers(0, geometry.vocab, length)
-    torch.cuda.synchronize()
+    context.collectives.barrier()
+    _finish(context.device)
     started = time.perf_counter()
-    prefilled = Prefill(
-        context, pool, state, tokens, documents, policy, Observation(fanout_layers=context.profile.reusable)
-    ).run()
+    observe = Observation(fanout_layers=context.profile.reusable)
+    prefilled = drain(Prefill(context, pool, state, tokens, documents, policy, observe).run())
     last = int(np.flatnonzero(prefilled.rows.positions == length - 1)[0])
-    logits_of(context.ops, context.collectives, geometry, shared, prefilled.streams, prefilled.rows, [last])[
-        0
-    ].argmax().item()
-    return time.perf_counter() - started, prefilled
+    logits = logits_of(context.stages, context.collectives, geometry, prefilled.streams, prefilled.rows, [last])[0]
+    int(logits.argmax())
+    seconds = time.perf_counter() - started
+    late = sum(source.lateness())
+    documents.close()
+    return FirstToken(
+        seconds=seconds, logits=logits, plan=prefilled.plan, late_s=late, moved=dict(source.moved), pool=pool,
+        state=state,
+    )  # fmt: skip
+
+
+def time_arms(
+    context: RankContext,
+    length: int,
+    documents: int,
+    artifacts: Mapping[int, ArtifactReader],
+    arms: Mapping[str, ReusePolicy | None],
+    *,
+    repeat: int,
+    turn_done: Callable[[], None],
+) -> dict[str, ArmTimes]:
+    """Every arm `repeat` times after one warm-up, by turns. Collective.
+
+    Raises:
+        RuntimeError: an arm that reuses omitted no row.
+    """
+    times = {name: ArmTimes() for name in arms}
+    for turn in range(repeat + 1):
+        for name, policy in arms.items():
+            segments = segment_table(length, documents, reuse=policy is not None)
+            found = first_token(context, segments, artifacts, policy)
+            times[name].plan, times[name].moved = found.plan, found.moved
+            if policy is not None and not found.plan.count(RowClass.OMITTED):
+                raise RuntimeError(f"arm {name} reused nothing at {length} tokens")
+            if turn:
+                times[name].seconds.append(found.seconds)
+                times[name].late_s.append(found.late_s)
+            turn_done()
+    return times
+
+
+def distance(context: RankContext, length: int, documents: int) -> float:
+    """How far a request whose documents are all protected is from recomputation: |a - b| / |b| of first logits.
+
+    No artifact is read. What differs is the segment table: rotations, visibility, pooling at segment borders.
+    """
+    segments = segment_table(length, documents, reuse=True)
+    protected = first_token(context, segments, {}, ReusePolicy(protect="all")).logits
+    recomputed = first_token(context, segment_table(length, documents, reuse=False), {}, None).logits
+    return float((protected - recomputed).norm() / recomputed.norm())
+
+
+def decode_rate(
+    context: RankContext,
+    segments: Sequence[Segment],
+    artifacts: Mapping[int, ArtifactReader],
+    policy: ReusePolicy | None,
+    *,
+    tokens: int,
+) -> float:
+    """Tokens a second of one request after its prefill. Collective."""
+    found = first_token(context, segments, artifacts, policy, room=tokens + 2)
+    step = _decode_steps(context, found)
+    step(1)
+    _finish(context.device)
+    started = time.perf_counter()
+    step(tokens)
+    _finish(context.device)
+    return tokens / (time.perf_counter() - started)
+
+
+def _decode_steps(context: RankContext, found: FirstToken) -> Callable[[int], None]:
+    last = [int(found.logits.argmax())]
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            streams, rows = decode_step(context, found.pool, [found.state], [last[0]])
+            logits = logits_of(context.stages, context.collectives, context.geometry, streams, rows, [0])
+            last[0] = int(logits[0].argmax())
+
+    return run
+
+
+class _Unwritten:
+    """Takes an artifact's tensors as the store would, encoded and in host memory, and writes none of them."""
+
+    def __init__(self, specs: Sequence[PartSpec], form: ArtifactFormat, geometry: ModelGeometry) -> None:
+        self.specs = tuple(specs)
+        self.bytes = 0
+        self._form = form
+        self._geometry = geometry
+
+    def add(self, spec: PartSpec, tensor: torch.Tensor) -> None:
+        self.bytes += TensorCodec.of(spec, self._form, self._geometry).encode(tensor).nbytes
+
+
+def build_seconds(context: RankContext, tokens: int, form: ArtifactFormat) -> tuple[float, int]:
+    """Seconds to make one document's artifact up to encoded tensors in host memory, and this rank's bytes of it.
+
+    Writing to the store is not in it: `benches/bench_store.py` measures disks.
+    """
+    geometry = context.geometry
+    specs = artifact_parts(geometry, context.profile, tokens, context.collectives.size)
+    target = _Unwritten(specs, form, geometry)
+    pool = CachePool(geometry, Producer.size(geometry, tokens), dtype=context.dtype, device=context.device)
+    ids = np.random.default_rng(1).integers(0, geometry.vocab, tokens)
+    _finish(context.device)
+    started = time.perf_counter()
+    producer = Producer(context, cast("ArtifactBuild", target), ids, pool)
+    drain(producer.run())
+    _finish(context.device)
+    seconds = time.perf_counter() - started
+    producer.close()
+    return seconds, target.bytes
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

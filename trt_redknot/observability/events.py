@@ -22,10 +22,11 @@ class Purpose(StrEnum):
 
 
 class Tier(StrEnum):
-    """Where artifact bytes come from. DISK: files read and hashed. HOST: stored rows handed out of the memory map."""
+    """Where artifact bytes come from. DISK: files of the store. HOST, DEVICE: memory that holds them already."""
 
     DISK = "disk"
     HOST = "host"
+    DEVICE = "device"
 
 
 class StoreEvents(Protocol):

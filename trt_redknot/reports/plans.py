@@ -53,8 +53,8 @@ def show_plans(out: Output, specs: Sequence[PlanSpec], limits: PlanLimits) -> No
     out.show(table)
 
 
-def show_errors(out: Output, errors: Sequence[OutputError], left_out: Sequence[str]) -> None:
-    """Print what verification found, one row an output; `left_out` are plans that one rank cannot run alone."""
+def show_errors(out: Output, errors: Sequence[OutputError]) -> None:
+    """Print what verification found, one row an output."""
     table = Table(title="Plans against the reference backend, random inputs", title_justify="left")
     for column in ("plan", "output"):
         table.add_column(column)
@@ -63,8 +63,6 @@ def show_errors(out: Output, errors: Sequence[OutputError], left_out: Sequence[s
     for error in errors:
         result = "pass" if error.passed else "FAIL"
         table.add_row(error.plan, error.output, f"{error.error:.2e}", f"{error.tolerance:.2e}", result)
-    for name in left_out:
-        table.add_row(name, "-", "-", "-", "not run: needs all ranks")
     out.show(table)
 
 

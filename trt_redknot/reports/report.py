@@ -95,6 +95,7 @@ class Timings:
         prefill_s: the layer walk of all prompt rows.
         decode_s: all tokens after the first.
         admission_s: certificate checks and the unanimity collective.
+        late_s: how long the prefill waited for artifact tiles that were read ahead.
         stages: seconds by named stage of the prefill.
     """
 
@@ -102,6 +103,7 @@ class Timings:
     prefill_s: float
     decode_s: float
     admission_s: float
+    late_s: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
 
 
@@ -119,7 +121,8 @@ class Report:
         k_histogram: index k is the number of (row, layer) pairs of the reusable, learned-router layers that ran k
             routed experts in the prefill; empty when no such layer ran.
         timings: the fourth ledger.
-        bytes_by_tier: artifact bytes moved, by where they were read from (``disk``, ``host``, ``device``).
+        bytes_by_tier: artifact bytes moved, by where they were found (``disk``: the store's files, ``host`` and
+            ``device``: memory that held them), summed over the ranks.
         request_id: the caller's name for the request.
     """
 

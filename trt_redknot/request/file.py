@@ -18,11 +18,13 @@ Encode = Callable[[str], list[int]]
 _LIMIT = 256 * 2**20
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
+    """A part of a request as JSON: unknown keys and values of another type are errors."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class SegmentFile(_Strict):
+class SegmentFile(StrictModel):
     """One segment: an artifact (with edits, and tokens to fall back on), or tokens, or text."""
 
     artifact: str | None = None
@@ -41,14 +43,14 @@ class SegmentFile(_Strict):
         return self
 
 
-class SamplingFile(_Strict):
+class SamplingFile(StrictModel):
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
     seed: int = 0
 
 
-class RequestFile(_Strict):
+class RequestFile(StrictModel):
     """Content of a request file. `reuse` null is the recompute arm; left out: the default policy."""
 
     segments: list[SegmentFile]
@@ -73,6 +75,20 @@ def read_request(path: Path, encode: Callable[[], Encode]) -> Request:
         content = validated_json(RequestFile, values, path)
     except ConfigError as error:
         raise RequestError(error.problem, path=path, remedy="Correct or remove the keys named.") from error
+    return make_request(content, encode)
+
+
+def no_texts() -> Encode:
+    """For `make_request`: the texts were encoded before."""
+    raise AssertionError("a segment has text where all texts should be tokens")
+
+
+def make_request(content: RequestFile, encode: Callable[[], Encode] = no_texts) -> Request:
+    """The request that a request file's content describes.
+
+    Args:
+        encode: gives the tokenizer; called only where a segment has text.
+    """
     segments: list[Artifact | Tokens] = []
     for segment in content.segments:
         if segment.artifact is not None:

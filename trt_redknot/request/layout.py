@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trt_redknot.config.geometry import ModelGeometry
-from trt_redknot.errors import RequestError
+from trt_redknot.errors import RequestError, TooLongError
 from trt_redknot.request.request import Artifact, Request, Tokens
 from trt_redknot.request.segments import Segment, SegmentKind
 
@@ -142,10 +142,10 @@ def lay_out(request: Request, documents: Sequence[NDArray[np.int64]], geometry: 
 
 
 def check_length(layout: RequestLayout, request: Request, max_length: int) -> None:
-    """Raise RequestError where prompt and answer together are longer than the engine's declared limit."""
+    """Raise TooLongError where prompt and answer together are longer than the engine's declared limit."""
     length = len(layout.tokens) + request.max_new_tokens
     if length > max_length:
-        raise RequestError(
+        raise TooLongError(
             "the request is too long", expected=f"at most {max_length} tokens, prompt and answer together",
             found=f"{len(layout.tokens)} + {request.max_new_tokens}",
             remedy="Shorten it, or build the engine with a larger --max-length.",

@@ -16,6 +16,7 @@ from tests.engine.ranks.collectives import failures
 from tests.engine.ranks.job import make_engine, read_task
 from tests.engine.ranks.scenario import answer_all, as_json, make_request
 from trt_redknot import ArtifactStore
+from trt_redknot.collectives.device import DeviceCollectives, make_group
 from trt_redknot.collectives.mpi import MpiCollectives
 from trt_redknot.digests import digest_json
 
@@ -25,12 +26,13 @@ def run(folder: Path) -> None:
     world, task = MPI.COMM_WORLD, read_task(folder)
     ranks = MpiCollectives(world)
     checked = failures(ranks, task["seed"])
+    over_group = failures(DeviceCollectives(ranks, make_group(ranks, "gloo")), task["seed"])
     checkpoint = Path(task["checkpoint"])
     engine = make_engine(checkpoint, folder / "engine", world, chunk_rows=task["chunk_rows"])
     answers = answer_all(engine, ArtifactStore(folder / "store"), task["scenario"])
     single = make_engine(checkpoint, folder / "single", world, chunk_rows=task["chunk_rows"], dtype="float32")
     fp32 = as_json(single.generate(make_request(task["fp32"], [])))
-    own = {"collectives": checked, "digest": digest_json([answers, fp32])}
+    own = {"collectives": [checked, over_group], "digest": digest_json([answers, fp32])}
     everyone = [json.loads(reply) for reply in ranks.exchange(json.dumps(own).encode())]
     if ranks.rank == 0:
         content = {"answers": answers, "fp32": fp32, "ranks": everyone}

@@ -20,7 +20,7 @@ from trt_redknot.artifacts.certificate import parse_certificate
 from trt_redknot.artifacts.files import Files
 from trt_redknot.digests import digest_file
 
-DEADLINE_S = 3.0
+DEADLINE_S = 1.0
 _STREAMS = "common/streams.safetensors"
 
 

@@ -95,7 +95,9 @@ class Job:
             case.change(scene)
             store = ArtifactStore(scene.store, files=scene.files)
         self.world.Barrier()
-        policy = ReusePolicy(**POLICY, deadline_s=DEADLINE_S if name == "slow rank" else 60.0)
+        # Only the slow rank's own deadline is short: the others may be held up by the machine's other work.
+        hurried = name == "slow rank" and self.rank == odd
+        policy = ReusePolicy(**POLICY, deadline_s=DEADLINE_S if hurried else 60.0)
         response = self.ask(store, policy=policy)
         again = self.ask(store, steps=1, policy=policy).report.fallback_reason if case.lasting else None
         self.engine.identity = identity

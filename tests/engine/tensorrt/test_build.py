@@ -27,7 +27,8 @@ from trt_redknot.engine.tensorrt.build import PlanOptions, build_tensorrt_engine
 from trt_redknot.engine.tensorrt.builder import BuilderSettings, PlanBuilder
 from trt_redknot.engine.tensorrt.platform import Platform, find_platform, find_tensorrt
 from trt_redknot.engine.tensorrt.profiles import PlanLimits
-from trt_redknot.engine.tensorrt.specification import SCALE, PlanFormat
+from trt_redknot.engine.tensorrt.specification import PlanFormat
+from trt_redknot.engine.weights import SCALE
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.tensorrt.plugins import RegistryPort
 from trt_redknot.ops.tensorrt.tensors import ElementType, Size

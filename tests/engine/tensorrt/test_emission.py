@@ -19,7 +19,8 @@ from trt_redknot.engine.build import BuildOptions
 from trt_redknot.engine.tensorrt.build import plan_specs
 from trt_redknot.engine.tensorrt.emission import emit_plan
 from trt_redknot.engine.tensorrt.platform import Platform
-from trt_redknot.engine.tensorrt.specification import SCALE, PlanSpec, plan_spec
+from trt_redknot.engine.tensorrt.specification import PlanSpec, plan_spec
+from trt_redknot.engine.weights import SCALE
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.interface import Ops
 from trt_redknot.ops.tensorrt.plugins import CutPort

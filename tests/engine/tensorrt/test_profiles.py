@@ -13,8 +13,8 @@ from trt_redknot.checkpoint.specs import layer_specs, shared_specs
 from trt_redknot.engine.tensorrt.memory import check_memory, memory_need, plan_bytes
 from trt_redknot.engine.tensorrt.profiles import Phase, PlanLimits, profile_ranges, shape_ranges
 from trt_redknot.engine.tensorrt.progress import STEPS_PER_PLAN, PlanProgress
-from trt_redknot.engine.tensorrt.specification import SCALE
 from trt_redknot.engine.tensorrt.stages import Stage
+from trt_redknot.engine.weights import SCALE
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.tensorrt.tensors import Extent, Size
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,16 @@ from trt_redknot.collectives.agreement import agree
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.engine.build import BackendPart, BuildOptions, build_engine
-from trt_redknot.engine.manifest import EngineManifest
+from trt_redknot.engine.manifest import EngineManifest, PlanRecord
 from trt_redknot.engine.tensorrt.builder import BuilderSettings, PlanBuilder
 from trt_redknot.engine.tensorrt.memory import check_memory, memory_need
+from trt_redknot.engine.tensorrt.native import Trial, Wanted, choose_collectives, try_native
 from trt_redknot.engine.tensorrt.platform import Platform
 from trt_redknot.engine.tensorrt.profiles import PlanLimits
 from trt_redknot.engine.tensorrt.progress import STEPS_PER_PLAN
-from trt_redknot.engine.tensorrt.specification import SCALE, PlanFormat, PlanSpec, plan_spec
+from trt_redknot.engine.tensorrt.specification import PlanFormat, PlanSpec, plan_spec
 from trt_redknot.engine.tensorrt.stages import plan_kinds
+from trt_redknot.engine.weights import SCALE
 from trt_redknot.errors import EngineError, RedKnotError
 from trt_redknot.ops.cuda.moe import quantise_weight
 from trt_redknot.partition import even_split
@@ -31,11 +34,16 @@ PLAN_FOLDER = "plans"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What is built beside the weights."""
+    """What is built beside the weights.
+
+    Attributes:
+        format: of the caches; what moves rows is chosen by `collectives`.
+    """
 
     limits: PlanLimits
     format: PlanFormat
     settings: BuilderSettings
+    collectives: Wanted = "auto"
 
 
 def plan_specs(geometry: ModelGeometry, *, world: int, format: PlanFormat) -> tuple[PlanSpec, ...]:
@@ -46,6 +54,11 @@ def plan_specs(geometry: ModelGeometry, *, world: int, format: PlanFormat) -> tu
 def plan_path(spec: PlanSpec) -> str:
     """Where the plan lies in the engine directory."""
     return f"{PLAN_FOLDER}/{spec.kind.name}.plan"
+
+
+def plan_paths(geometry: ModelGeometry, world: int) -> tuple[str, ...]:
+    """Of all plans of an engine, in the order of its manifest."""
+    return tuple(plan_path(spec) for spec in plan_specs(geometry, world=world, format=PlanFormat()))
 
 
 def progress_steps(geometry: ModelGeometry, size: int, rank: int) -> int:
@@ -62,12 +75,14 @@ def build_tensorrt_engine(
     collectives: Collectives,
     platform: Callable[[], Platform],
     *,
+    trial: Trial = try_native,
     progress: Callable[[int], None] = lambda steps: None,
 ) -> EngineManifest:
     """Write the engine directory `output`. Collective: the plans are spread over the ranks, rank 0 publishes.
 
     Args:
         platform: finds this rank's platform; its refusal fails all ranks alike.
+        trial: whether TensorRT's own collective layers work between the ranks.
         progress: told of every step on (:func:`progress_steps`).
 
     Raises:
@@ -81,6 +96,14 @@ def build_tensorrt_engine(
         _check_dtype(options)
         specs = plan_specs(checkpoint.geometry, world=collectives.size, format=plans.format)
         found = platform()
+    except RedKnotError as refusal:
+        error = refusal
+    _check_same(agree(collectives, None if found is None else found.record(), error))
+    assert found is not None
+    chosen = choose_collectives(plans.collectives, found, collectives, trial)
+    form = dataclasses.replace(plans.format, native_collectives=chosen == "native")
+    try:
+        specs = plan_specs(checkpoint.geometry, world=collectives.size, format=form)
         need = memory_need(specs, plans.limits, workspace_bytes=plans.settings.workspace_bytes)
         check_memory(need, found.free_bytes, found.gpu)
         # All of them are defined before the first is built: what is missing is found in seconds.
@@ -89,9 +112,7 @@ def build_tensorrt_engine(
             builder.define(spec)
     except RedKnotError as refusal:
         error = refusal
-    records = agree(collectives, None if found is None else found.record(), error)
-    assert found is not None
-    _check_same(records)
+    agree(collectives, None, error)
     mine = [specs[index] for index in even_split(len(specs), collectives.size)[collectives.rank]]
 
     def write(staging: Path) -> list[str]:
@@ -99,7 +120,10 @@ def build_tensorrt_engine(
 
     part = BackendPart(
         name="tensorrt", versions={"tensorrt": found.version}, gpu=found.gpu, plugin_build=found.plugin_build,
-        write=write, convert=fp8_experts,
+        write=write, convert=fp8_experts, plans=PlanRecord(
+            decode_rows=plans.limits.decode_rows, segments=plans.limits.segments, packed_cache=form.packed_cache,
+            packed_local=form.packed_local, collectives=chosen,
+        ),
     )  # fmt: skip
     return build_engine(checkpoint, profile, output, options, collectives, part, progress=lambda _: progress(1))
 

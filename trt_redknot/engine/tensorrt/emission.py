@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trt_redknot.engine.tensorrt.specification import SCALE, PlanSpec
+from trt_redknot.engine.tensorrt.specification import PlanSpec
 from trt_redknot.engine.tensorrt.stages import Stage, StageRun, run_stage
+from trt_redknot.engine.weights import SCALE
 from trt_redknot.model.spec import LayerSpec
 from trt_redknot.ops.interface import Ops
 from trt_redknot.ops.tensorrt.calls import Calling
@@ -40,7 +41,10 @@ def emit_plan(
     writer = NetworkWriter(module, network)
     inputs = {tensor.name: writer.input(tensor.name, tensor.type, tensor.shape) for tensor in spec.inputs}
     calling = Calling(tau=inputs.get("tau"), first_expert=inputs.get("first_expert"))
-    ops = EmitterOps(writer, port, spec.geometry, calling, world=spec.world, packed=spec.format.packed_cache)
+    ops = EmitterOps(
+        writer, port, spec.geometry, calling, world=spec.world, packed=spec.format.packed_cache,
+        native_collectives=spec.format.native_collectives,
+    )  # fmt: skip
     results = run_stage(watch(ops), spec.kind.stage, _run_of(writer, spec, inputs)) | ops.written
     if ops.faults:
         (results["faults"],) = ops.faults

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.engine.manifest import MANIFEST, EngineManifest, check_files, read_manifest
 from trt_redknot.engine.tensorrt.build import plan_path, plan_specs
 from trt_redknot.engine.tensorrt.platform import Platform
-from trt_redknot.engine.tensorrt.running import LoadedPlan
+from trt_redknot.engine.tensorrt.profiles import Phase, PlanLimits, shape_ranges
+from trt_redknot.engine.tensorrt.running import LoadedPlan, plan_ranges
 from trt_redknot.engine.tensorrt.specification import PlanFormat, PlanSpec
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.tensorrt.tensors import network_dims
@@ -20,20 +22,48 @@ if TYPE_CHECKING:
 _REBUILD = "Plans run only where they were built: build the engine on this machine with build_engine.py."
 
 
-def open_plans(directory: Path, platform: Platform, *, verify: bool = True) -> dict[str, LoadedPlan]:
-    """The plans of an engine by name.
+@dataclass(frozen=True, kw_only=True)
+class OpenedPlans:
+    """The plans of an engine, deserialised.
+
+    Attributes:
+        plans: by name.
+        limits: that they were built with.
+    """
+
+    platform: Platform
+    plans: Mapping[str, LoadedPlan]
+    limits: PlanLimits
+
+    @property
+    def specs(self) -> tuple[PlanSpec, ...]:
+        return tuple(plan.spec for plan in self.plans.values())
+
+
+def open_plans(directory: Path, platform: Platform, *, verify: bool = True) -> OpenedPlans:
+    """The plans of an engine.
 
     Args:
         verify: compare the content of the plan files with the manifest (sizes are always compared).
 
     Raises:
         EngineError: another backend, TensorRT, GPU or plugin build than this platform's, with both values; a file that
-            is missing or altered; a plan that TensorRT refuses, or whose inputs and outputs are not the specified ones.
+            is missing or altered; a plan that TensorRT refuses, or whose inputs, outputs or profiles are not the
+            specified ones.
     """
     manifest, geometry = read_manifest(directory)
     check_platform(manifest, platform, directory / MANIFEST)
-    packed = manifest.artifact_format is ArtifactFormat.FP8
-    form = PlanFormat(packed_cache=packed, packed_local=packed)
+    record = manifest.plans
+    if record is None:
+        raise EngineError("manifest key 'plans' is missing", path=directory / MANIFEST, remedy=_REBUILD)
+    form = PlanFormat(
+        packed_cache=record.packed_cache, packed_local=record.packed_local,
+        native_collectives=record.collectives == "native",
+    )  # fmt: skip
+    limits = PlanLimits(
+        chunk_rows=manifest.chunk_rows, max_length=manifest.max_length, decode_rows=record.decode_rows,
+        segments=record.segments,
+    )  # fmt: skip
     specs = plan_specs(geometry, world=manifest.tp_size, format=form)
     wanted = {plan_path(spec) for spec in specs}
     files = tuple(file for file in manifest.ranks[0].files if file.path in wanted)
@@ -44,7 +74,8 @@ def open_plans(directory: Path, platform: Platform, *, verify: bool = True) -> d
         )
     check_files(directory, files, digests=verify)
     runtime = platform.module.Runtime(platform.logger)
-    return {spec.kind.name: _load(runtime, directory / plan_path(spec), spec, platform) for spec in specs}
+    plans = {spec.kind.name: _load(runtime, directory / plan_path(spec), spec, limits, platform) for spec in specs}
+    return OpenedPlans(platform=platform, plans=plans, limits=limits)
 
 
 def check_platform(manifest: EngineManifest, platform: Platform, path: Path) -> None:
@@ -82,15 +113,36 @@ def check_io(engine: trt.ICudaEngine, spec: PlanSpec, platform: Platform, path: 
             )  # fmt: skip
 
 
+def check_profiles(engine: trt.ICudaEngine, spec: PlanSpec, limits: PlanLimits, path: Path) -> None:
+    """Raise EngineError unless the optimization profiles of a plan are those of the limits."""
+    if engine.num_optimization_profiles != len(Phase):
+        raise EngineError(
+            "the plan has another number of optimization profiles", expected=len(Phase),
+            found=engine.num_optimization_profiles, path=path, remedy=_REBUILD,
+        )  # fmt: skip
+    for index, (phase, ranges) in enumerate(plan_ranges(spec, limits).items()):
+        for tensor in spec.inputs:
+            wanted = shape_ranges(tensor.shape, ranges)
+            if wanted is None:
+                continue
+            found = tuple(_sizes(dims) for dims in engine.get_tensor_profile_shape(tensor.name, index))
+            if found != wanted:
+                raise EngineError(
+                    f"tensor {tensor.name!r} of the plan has another range for {phase}", expected=wanted, found=found,
+                    path=path, remedy=_REBUILD,
+                )  # fmt: skip
+
+
 def _sizes(dims: trt.Dims) -> tuple[int, ...]:
     return tuple(dims[axis] for axis in range(len(dims)))
 
 
-def _load(runtime: trt.Runtime, path: Path, spec: PlanSpec, platform: Platform) -> LoadedPlan:
+def _load(runtime: trt.Runtime, path: Path, spec: PlanSpec, limits: PlanLimits, platform: Platform) -> LoadedPlan:
     engine: trt.ICudaEngine | None = runtime.deserialize_cuda_engine(path.read_bytes())
     if engine is None:
         raise EngineError(
             "TensorRT did not load a plan", path=path, remedy=f"The log above has TensorRT's reason. {_REBUILD}"
         )
     check_io(engine, spec, platform, path)
+    check_profiles(engine, spec, limits, path)
     return LoadedPlan(spec, engine)

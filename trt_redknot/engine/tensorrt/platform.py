@@ -38,6 +38,7 @@ class Platform:
         gpu: name of this rank's GPU; plans run on no other kind.
         free_bytes: device memory that was free when the build began.
         plugin_build: digest of the plugin library.
+        plugin_library: where it is; None where plugins are cut out.
         port: makes the plugin port of one network.
         configure: called with every builder configuration.
     """
@@ -49,6 +50,7 @@ class Platform:
     plugin_build: str
     port: Callable[[], PluginPort]
     configure: Callable[[trt.IBuilderConfig], None] = _unchanged
+    plugin_library: Path | None = None
 
     @property
     def version(self) -> str:
@@ -86,7 +88,7 @@ def find_platform(rank: int, plugin_library: Path | None = None) -> Platform:
         )  # fmt: skip
     return Platform(
         module=module, logger=logger, gpu=gpu, free_bytes=free, plugin_build=digest_file(library),
-        port=lambda: RegistryPort(registry),
+        port=lambda: RegistryPort(registry), plugin_library=library,
     )  # fmt: skip
 
 

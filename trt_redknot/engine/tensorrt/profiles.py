@@ -72,7 +72,9 @@ def profile_ranges(
     # Entries end in a partial window by segment; a window that is not finished yet takes one more.
     ratio = min(geometry.csa_ratio, geometry.hca_ratio)
     entries = limits.max_length // ratio + limits.segments + 1
-    raw = limits.max_length + geometry.hca_ratio if phase is Phase.PREFILL else limits.decode_rows * geometry.hca_ratio
+    # A sequence that is decoded keeps a window of raw rows beside its new one.
+    window = geometry.hca_ratio + 1
+    raw = limits.max_length + geometry.hca_ratio if phase is Phase.PREFILL else limits.decode_rows * window
     written = entries if phase is Phase.PREFILL else limits.decode_rows
     if stage is Stage.HEAD:
         rows = max(limits.decode_rows, _PAD_ROWS)

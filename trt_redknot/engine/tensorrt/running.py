@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from trt_redknot.engine.tensorrt.profiles import Phase
+from trt_redknot.engine.tensorrt.profiles import Phase, PlanLimits, Range, profile_ranges
 from trt_redknot.engine.tensorrt.specification import PlanSpec, PlanTensor
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.tensorrt.tensors import ElementType, Extent, Size
@@ -15,6 +16,10 @@ from trt_redknot.ops.tensorrt.tensors import ElementType, Extent, Size
 if TYPE_CHECKING:
     import tensorrt as trt
 
+    from trt_redknot.ops.tensorrt.handle import TensorRT
+
+# Bytes; TensorRT asks it of every address.
+ALIGNMENT = 256
 # Bytes travel as int8; torch calls them by what they hold.
 _TORCH = {
     ElementType.FLOAT32: (torch.float32,),
@@ -47,19 +52,69 @@ def bind_sizes(spec: PlanSpec, tensors: Mapping[str, torch.Tensor]) -> dict[Exte
     return sizes
 
 
+def output_shape(wanted: PlanTensor, sizes: Mapping[Extent, int]) -> tuple[int, ...]:
+    """The shape of a tensor of the plan once all sizes are known."""
+    return tuple(size if isinstance(size, int) else sizes[size.extent] * size.factor for size in wanted.shape)
+
+
+Ranges = Mapping[Phase, Mapping[Extent, Range]]
+
+
+def plan_ranges(spec: PlanSpec, limits: PlanLimits) -> Ranges:
+    """The sizes that each optimization profile of a plan holds."""
+    return {phase: profile_ranges(spec.geometry, spec.kind.stage, limits, spec.world, phase) for phase in Phase}
+
+
+def choose_phase(spec: PlanSpec, profiles: Ranges, sizes: Mapping[Extent, int]) -> Phase:
+    """The optimization profile for these sizes: the one for decoding where it holds them.
+
+    Raises:
+        EngineError: neither profile does.
+    """
+    outside: list[str] = []
+    for phase in (Phase.DECODE, Phase.PREFILL):
+        ranges = profiles[phase]
+        outside = [
+            f"{size} {extent} (at most {ranges[extent].most})"
+            for extent, size in sizes.items()
+            if not ranges[extent].least <= size <= ranges[extent].most
+        ]
+        if not outside:
+            return phase
+    raise EngineError(
+        f"plan {spec.kind.name!r} was not built for these sizes", found=", ".join(outside),
+        remedy="Build the engine with larger --chunk-rows, --max-length or --decode-rows.",
+    )  # fmt: skip
+
+
+def empty_aligned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that a plan can be bound to, whatever the allocator's own alignment."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
+    start = -memory.data_ptr() % ALIGNMENT
+    return memory[start : start + size].view(dtype).view(shape)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where TensorRT would not take its address."""
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return empty_aligned(tuple(tensor.shape), tensor.dtype, tensor.device).copy_(tensor)
+
+
 def empty_outputs(spec: PlanSpec, sizes: Mapping[Extent, int], device: torch.device) -> dict[str, torch.Tensor]:
     """Memory for the plan's outputs."""
     return {
-        tensor.name: torch.empty(_shape(tensor, sizes), dtype=_TORCH[tensor.type][0], device=device)
+        tensor.name: empty_aligned(output_shape(tensor, sizes), _TORCH[tensor.type][0], device)
         for tensor in spec.outputs
     }
 
 
 class LoadedPlan:
-    """A plan with one execution context for each phase.
+    """A plan with one execution context for each phase, all made before the first run.
 
-    Nothing here waits for the device. Inputs and outputs must live until the stream has passed the plan. Addresses and
-    shapes are set before every enqueue, so that a CUDA graph captures what it will replay.
+    Nothing here waits for the device or allocates. Inputs and outputs must live until the stream has passed the plan.
+    Addresses and shapes are set before every enqueue, so that a CUDA graph captures what it will replay.
     """
 
     def __init__(self, spec: PlanSpec, engine: trt.ICudaEngine) -> None:
@@ -67,21 +122,51 @@ class LoadedPlan:
         self._engine = engine
         self._contexts: dict[Phase, trt.IExecutionContext] = {}
 
+    def scratch_bytes(self) -> int:
+        """Device memory that any of its contexts works in."""
+        return max(self._engine.get_device_memory_size_for_profile_v2(index) for index, _ in enumerate(Phase))
+
+    @property
+    def contexts(self) -> tuple[trt.IExecutionContext, ...]:
+        """Of all phases, in order; none before `prepare`."""
+        return tuple(self._contexts.values())
+
+    def prepare(self, module: TensorRT, scratch: torch.Tensor, stream: int) -> None:
+        """Make the contexts.
+
+        Args:
+            scratch: at least `scratch_bytes` bytes; may be shared with plans that run on the same stream.
+            stream: CUDA stream handle; what it still has to do comes before the first run.
+
+        Raises:
+            EngineError: TensorRT has no memory left, or the plan lacks a profile.
+        """
+        for index, phase in enumerate(Phase):
+            context: trt.IExecutionContext | None = self._engine.create_execution_context(
+                module.ExecutionContextAllocationStrategy.USER_MANAGED
+            )
+            if context is None or not context.set_optimization_profile_async(index, stream):
+                raise EngineError(
+                    f"TensorRT made no execution context for plan {self.spec.kind.name!r}", found=phase,
+                    remedy="Free device memory; the log above has TensorRT's reason.",
+                )  # fmt: skip
+            context.set_device_memory(scratch.data_ptr(), scratch.numel())
+            self._contexts[phase] = context
+
     def run(
         self, phase: Phase, tensors: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor], stream: int
     ) -> None:
         """Enqueue the plan.
 
         Args:
-            tensors: inputs and weights by name, contiguous, on the device.
-            outputs: where the results go (:func:`empty_outputs`).
+            tensors: inputs and weights by name, aligned, on the device, in sizes that :func:`bind_sizes` accepted.
+            outputs: where the results go (:func:`empty_outputs` of these sizes).
             stream: CUDA stream handle.
 
         Raises:
-            EngineError: a tensor does not fit, or TensorRT refuses the sizes or the enqueue.
+            EngineError: TensorRT refuses a size, an address or the enqueue.
         """
-        name, context = self.spec.kind.name, self._context(phase, stream)
-        sizes = bind_sizes(self.spec, tensors)
+        name, context = self.spec.kind.name, self._contexts[phase]
         for wanted in self.spec.inputs:
             tensor = tensors[wanted.name]
             if any(isinstance(size, Size) for size in wanted.shape) and not context.set_input_shape(
@@ -94,27 +179,18 @@ class LoadedPlan:
                 )  # fmt: skip
             self._bind(context, wanted.name, tensor)
         for wanted in self.spec.outputs:
-            output = outputs.get(wanted.name)
-            if output is None:
-                raise EngineError(f"plan {name!r} lacks memory for an output", expected=wanted.name)
-            _check(self.spec, wanted, output, dict(sizes))
-            self._bind(context, wanted.name, output)
+            self._bind(context, wanted.name, outputs[wanted.name])
         if not context.execute_async_v3(stream):
             raise EngineError(f"TensorRT did not enqueue plan {name!r}", remedy="The log above has TensorRT's reason.")
 
-    def _context(self, phase: Phase, stream: int) -> trt.IExecutionContext:
-        if phase not in self._contexts:
-            context: trt.IExecutionContext | None = self._engine.create_execution_context()
-            if context is None or not context.set_optimization_profile_async(list(Phase).index(phase), stream):
-                raise EngineError(
-                    f"TensorRT made no execution context for plan {self.spec.kind.name!r}", found=phase,
-                    remedy="Free device memory; the log above has TensorRT's reason.",
-                )  # fmt: skip
-            self._contexts[phase] = context
-        return self._contexts[phase]
-
     def _bind(self, context: trt.IExecutionContext, name: str, tensor: torch.Tensor) -> None:
-        if not context.set_tensor_address(name, tensor.data_ptr()):
+        address = tensor.data_ptr()
+        if address % ALIGNMENT:
+            raise EngineError(
+                f"tensor {name!r} of plan {self.spec.kind.name!r} lies at an address that TensorRT does not take",
+                expected=f"a multiple of {ALIGNMENT}", found=address,
+            )  # fmt: skip
+        if not context.set_tensor_address(name, address):
             raise EngineError(f"TensorRT did not take the address of {name!r}", found=self.spec.kind.name)
 
 
@@ -126,7 +202,7 @@ def _check(spec: PlanSpec, wanted: PlanTensor, tensor: torch.Tensor, sizes: dict
             if isinstance(size, Size) and found > 0 and found % size.factor == 0:
                 sizes.setdefault(size.extent, found // size.factor)
     fits = tensor.dtype in _TORCH[wanted.type] and tensor.is_contiguous() and 0 not in shape
-    if not fits or not _known(wanted, sizes) or shape != _shape(wanted, sizes):
+    if not fits or not _known(wanted, sizes) or shape != output_shape(wanted, sizes):
         raise EngineError(
             f"tensor {wanted.name!r} does not fit plan {spec.kind.name!r}",
             expected=f"contiguous {wanted.type} {[str(_bound(size, sizes)) for size in wanted.shape]}, nothing empty",
@@ -142,7 +218,3 @@ def _bound(size: int | Size, sizes: Mapping[Extent, int]) -> int | Size:
     if isinstance(size, int) or size.extent not in sizes:
         return size
     return sizes[size.extent] * size.factor
-
-
-def _shape(wanted: PlanTensor, sizes: Mapping[Extent, int]) -> tuple[int, ...]:
-    return tuple(size if isinstance(size, int) else sizes[size.extent] * size.factor for size in wanted.shape)

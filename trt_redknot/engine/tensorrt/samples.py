@@ -8,11 +8,13 @@ import torch
 
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry
 from trt_redknot.config.rope import inverse_frequencies
-from trt_redknot.engine.tensorrt.specification import SCALE, PlanSpec, PlanTensor
+from trt_redknot.engine.tensorrt.specification import PlanSpec, PlanTensor
+from trt_redknot.engine.weights import SCALE
 from trt_redknot.ops.cuda.moe import quantise_weight
 from trt_redknot.ops.reference.numerics import rope_table
 from trt_redknot.ops.reference.packing import pack_latents, pack_rows
 from trt_redknot.ops.tensorrt.tensors import ElementType, Extent, Size
+from trt_redknot.partition import even_split
 
 # Two segments of one sequence; the rows of a chunk lie in the second.
 _FIRST, _SECOND = 70, 330
@@ -26,10 +28,12 @@ class PlanSample:
         tensors: by name, in the types and shapes of the specification, on the CPU.
         full_rows: rows that run all heads.
         own_rows: rows that this rank owns.
+        first_expert: id of the first expert that this rank holds.
     """
 
-    def __init__(self, spec: PlanSpec, seed: int) -> None:
+    def __init__(self, spec: PlanSpec, seed: int, *, rank: int = 0) -> None:
         self.spec = spec
+        self.first_expert = spec.geometry.experts // spec.world * rank
         self.full_rows = 7
         self._random = torch.Generator().manual_seed(seed)
         length = _FIRST + _SECOND
@@ -44,7 +48,7 @@ class PlanSample:
             Extent.ENTRY_POOL: sum(self._entries()) if self._ratio() else 1,
             Extent.SEGMENTS: 2,
             Extent.POSITIONS: length,
-            Extent.VOCABULARY_SHARE: -(-spec.geometry.vocab // spec.world),
+            Extent.VOCABULARY_SHARE: len(even_split(spec.geometry.vocab, spec.world)[rank]),
         }
         self._positions = torch.arange(length - rows, length)
         self.tensors: dict[str, torch.Tensor] = {}
@@ -69,7 +73,7 @@ class PlanSample:
             "restored": lambda shape: pack_rows(
                 self._normal((shape[0], self.spec.geometry.projected // self.spec.world))
             ),
-            "first_expert": lambda shape: torch.zeros(1, dtype=torch.int64),
+            "first_expert": lambda shape: torch.tensor([self.first_expert]),
             "tau": lambda shape: torch.tensor([0.7]),
             "router.tid2eid": self._experts_of_tokens,
         }

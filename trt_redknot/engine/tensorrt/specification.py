@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trt_redknot.checkpoint.specs import Storage, TensorSpec, layer_specs, shared_specs
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry, RouterKind
 from trt_redknot.engine.pool import raw_widths
 from trt_redknot.engine.tensorrt.stages import PlanKind, Stage
+from trt_redknot.engine.weights import stored_tensors
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.reference.packing import latent_row_bytes, row_bytes
-from trt_redknot.ops.tensorrt.experts import EXPERT_BLOCK
 from trt_redknot.ops.tensorrt.tensors import ElementType, Extent, Shape, Size
 
 # Weights of a layer, by the stage that reads them; a trailing dot means all names that begin so.
@@ -29,9 +28,13 @@ _STAGE_WEIGHTS = {
     Stage.EMBED: ("embed",),
     Stage.HEAD: ("hc_head.", "norm", "head"),
 }  # fmt: skip
-_ROLES = ("global", "local")
-# Ending of the name of a weight's scales.
-SCALE = "_scale"
+# Bytes travel as int8: every TensorRT release moves those between plugins.
+_STORED = {
+    torch.float32: ElementType.FLOAT32,
+    torch.bfloat16: ElementType.BFLOAT16,
+    torch.int32: ElementType.INT32,
+    torch.float8_e4m3fn: ElementType.INT8,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +53,17 @@ class PlanTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFormat:
-    """How the caches that plans read and write are stored.
+    """How the caches that plans read and write are stored, and how their rows move between ranks.
 
     Attributes:
         packed_cache: latents, entries and Indexer keys are packed FP8 rows, else bf16.
         packed_local: restored Local contributions are packed FP8 rows, else bf16.
+        native_collectives: rows move between ranks by TensorRT's own layers (11 and newer), else by our plugin.
     """
 
     packed_cache: bool = False
     packed_local: bool = False
+    native_collectives: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,42 +99,20 @@ def plan_spec(geometry: ModelGeometry, kind: PlanKind, *, world: int, format: Pl
     )  # fmt: skip
 
 
+def needs_other_ranks(spec: PlanSpec) -> bool:
+    """Whether a plan has collectives, and one rank cannot run it alone."""
+    return spec.world > 1 and spec.kind.stage in (Stage.SELECT, Stage.MIX)
+
+
 def _weights(geometry: ModelGeometry, kind: PlanKind, world: int) -> Iterable[PlanTensor]:
-    layers = kind.layers(geometry)
-    specs = layer_specs(geometry, layers[0]) if layers else shared_specs(geometry)
-    for spec in specs:
-        if any(spec.name == name or (name[-1] == "." and spec.name.startswith(name)) for name in _stage_names(kind)):
-            yield from _rank_weights(geometry, spec, world)
-
-
-def _stage_names(kind: PlanKind) -> tuple[str, ...]:
-    return _STAGE_WEIGHTS[kind.stage]
-
-
-def _rank_weights(geometry: ModelGeometry, spec: TensorSpec, world: int) -> Iterable[PlanTensor]:
-    kinds = {torch.float32: ElementType.FLOAT32, torch.bfloat16: ElementType.BFLOAT16, torch.int32: ElementType.INT32}
-    type_ = kinds[spec.loaded_dtype(torch.bfloat16)]
-    shape: Shape = spec.local_shape(0, world)
-    if spec.name in ("attn.q_b", "attn.sinks", "attn.o_a"):
-        # model/weights.py: heads are split by role; one head of each group is Global.
-        heads = geometry.heads_per_group
-        axis = 2 if spec.name == "attn.o_a" else 0
-        for role, count in zip(_ROLES, (1, heads - 1), strict=True):
-            size = shape[axis]
-            assert isinstance(size, int)
-            split = (*shape[:axis], size // heads * count, *shape[axis + 1 :])
-            yield PlanTensor(name=f"{spec.name}_{role}", type=type_, shape=split, weight=True)
-        return
-    if spec.storage is Storage.EXPERTS:
-        # The grouped GEMM reads e4m3 with one scale a block of 128 x 128.
-        experts, width, depth = spec.local_shape(0, world)
-        blocks = (experts, depth // EXPERT_BLOCK, width // EXPERT_BLOCK)
-        yield PlanTensor(name=spec.name, type=ElementType.INT8, shape=shape, weight=True)
-        yield PlanTensor(name=f"{spec.name}{SCALE}", type=ElementType.FLOAT32, shape=blocks, weight=True)
-        return
-    if spec.name == "head":
-        shape = (Size(extent=Extent.VOCABULARY_SHARE), *shape[1:])
-    yield PlanTensor(name=spec.name, type=type_, shape=shape, weight=True)
+    layers, names = kind.layers(geometry), _STAGE_WEIGHTS[kind.stage]
+    layer = layers[0] if layers else None
+    for tensor in stored_tensors(geometry, layer, 0, world, torch.bfloat16, fp8_experts=True):
+        if any(tensor.source == name or (name[-1] == "." and tensor.source.startswith(name)) for name in names):
+            # Ranks may hold unequal shares of the vocabulary.
+            share = Size(extent=Extent.VOCABULARY_SHARE)
+            shape: Shape = (share, *tensor.shape[1:]) if tensor.name == "head" else tensor.shape
+            yield PlanTensor(name=tensor.name, type=_STORED[tensor.dtype], shape=shape, weight=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from trt_redknot.collectives import LocalCollectives
-from trt_redknot.engine.tensorrt.profiles import Phase
-from trt_redknot.engine.tensorrt.running import LoadedPlan, bind_sizes, empty_outputs
+from trt_redknot.collectives import Collectives, LocalCollectives
+from trt_redknot.engine.tensorrt.execution import PlanRuntime
+from trt_redknot.engine.tensorrt.running import aligned
 from trt_redknot.engine.tensorrt.samples import PlanSample
-from trt_redknot.engine.tensorrt.specification import SCALE, PlanSpec
+from trt_redknot.engine.tensorrt.specification import PlanSpec, needs_other_ranks
 from trt_redknot.engine.tensorrt.stages import Stage, StageRun, run_stage
+from trt_redknot.engine.weights import SCALE
 from trt_redknot.model.spec import LayerSpec
 from trt_redknot.ops.reference.backend import ReferenceOps
 from trt_redknot.ops.reference.packing import unpack_latents, unpack_rows
@@ -50,16 +52,19 @@ class OutputError:
         return self.error <= self.tolerance
 
 
-def verify_plan(spec: PlanSpec, run: Runner, *, seed: int) -> list[OutputError]:
-    """Run a plan on random inputs and compare every output.
+def verify_plan(spec: PlanSpec, run: Runner, *, seed: int, collectives: Collectives | None = None) -> list[OutputError]:
+    """Run a plan on random inputs and compare every output. Collective where the plan has collectives.
 
     Args:
         run: runs the plan: inputs by name on the CPU to outputs by name on the CPU.
+        seed: of this rank's inputs.
+        collectives: of the ranks that run the plan together, on tensors of the CPU; None: one rank.
     """
-    assert not needs_other_ranks(spec), "a plan with collectives runs on all ranks together"
-    sample = PlanSample(spec, seed)
+    ranks = collectives or LocalCollectives()
+    assert ranks.size == spec.world or not needs_other_ranks(spec), "a plan with collectives runs on all ranks together"
+    sample = PlanSample(spec, seed, rank=ranks.rank)
     found = unpacked(spec, run(spec, sample.tensors))
-    wanted = reference_outputs(sample, torch.float32)
+    wanted = reference_outputs(sample, torch.float32, ranks)
     same = None
     if spec.kind.stage is Stage.MIX:
         # Rows that a near tie sent to other experts are counted as choices, not as arithmetic.
@@ -77,25 +82,22 @@ def verify_plan(spec: PlanSpec, run: Runner, *, seed: int) -> list[OutputError]:
     return errors
 
 
-def device_runner(plans: Mapping[str, LoadedPlan], device: torch.device) -> Runner:
-    """Runs plans of an engine on a GPU, one at a time."""
+def device_runner(runtime: PlanRuntime, device: torch.device) -> Runner:
+    """Runs plans of an engine on a GPU, one at a time, as a request does."""
 
     def run(spec: PlanSpec, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        inputs = {name: tensor.to(device) for name, tensor in tensors.items()}
-        outputs = empty_outputs(spec, bind_sizes(spec, inputs), device)
-        # A stream of its own, which must not overtake the copies.
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        plans[spec.kind.name].run(Phase.PREFILL, inputs, outputs, stream.cuda_stream)
-        stream.synchronize()
+        outputs = runtime.run(spec.kind.name, {name: aligned(tensor.to(device)) for name, tensor in tensors.items()})
         return {name: tensor.cpu() for name, tensor in outputs.items()}
 
     return run
 
 
-def needs_other_ranks(spec: PlanSpec) -> bool:
-    """Whether a plan has collectives, and one rank cannot run it alone."""
-    return spec.world > 1 and spec.kind.stage in (Stage.SELECT, Stage.MIX)
+def worst(ranks: Sequence[Sequence[OutputError]]) -> list[OutputError]:
+    """Of every output the largest error of any rank; NaN is larger than any number."""
+    return [
+        max(same, key=lambda error: math.inf if math.isnan(error.error) else error.error)
+        for same in zip(*ranks, strict=True)
+    ]
 
 
 def _tolerance(spec: PlanSpec, output: str) -> float:
@@ -105,8 +107,11 @@ def _tolerance(spec: PlanSpec, output: str) -> float:
     return PACKED_TOLERANCE if packed else FLOAT_TOLERANCE
 
 
-def reference_outputs(sample: PlanSample, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What the reference backend gives for a sample, computing in `dtype`; nothing is packed."""
+def reference_outputs(
+    sample: PlanSample, dtype: torch.dtype, collectives: Collectives | None = None
+) -> dict[str, torch.Tensor]:
+    """What the reference backend gives for a sample, computing in `dtype`; nothing is packed. Collective where the plan
+    has collectives."""
     spec, g = sample.spec, sample.spec.geometry
     tensors = {
         name: tensor.to(dtype) if tensor.dtype is torch.bfloat16 else tensor
@@ -123,9 +128,12 @@ def reference_outputs(sample: PlanSample, dtype: torch.dtype) -> dict[str, torch
         pools["entry_rows"] = torch.arange(rows)
     layers = spec.kind.layers(g)
     tau = float(tensors["tau"]) if "tau" in tensors else 1.0
-    layer = LayerSpec(geometry=g, layer=layers[0] if layers else 0, tau=tau, first_expert=0)
-    run = StageRun(spec=layer, tensors=tensors, full_rows=sample.full_rows, counts=(sample.own_rows,), pools=pools)
-    results = run_stage(ReferenceOps(LocalCollectives()), spec.kind.stage, run)
+    layer = LayerSpec(geometry=g, layer=layers[0] if layers else 0, tau=tau, first_expert=sample.first_expert)
+    ranks = collectives or LocalCollectives()
+    run = StageRun(
+        spec=layer, tensors=tensors, full_rows=sample.full_rows, counts=(sample.own_rows,) * ranks.size, pools=pools
+    )
+    results = run_stage(ReferenceOps(ranks), spec.kind.stage, run)
     results |= {name: pool for name, pool in pools.items() if name != "entry_rows"}
     return results
 

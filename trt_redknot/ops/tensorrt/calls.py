@@ -34,6 +34,7 @@ class PluginOps(NativeOps):
     Args:
         world: ranks; counts of rows are equal on all of them, the runtime pads.
         packed: cache rows are packed FP8.
+        native_collectives: TensorRT's own collective layers take the place of our plugin.
 
     Attributes:
         written: rows for pools of the runtime, by pool.
@@ -49,6 +50,7 @@ class PluginOps(NativeOps):
         *,
         world: int,
         packed: bool,
+        native_collectives: bool = False,
     ) -> None:
         super().__init__(writer)
         self._port = port
@@ -57,6 +59,7 @@ class PluginOps(NativeOps):
         self._calling = calling
         self._world = world
         self._packed = packed
+        self._native_collectives = native_collectives
         self.written: dict[str, NetworkTensor] = {}
         self.faults: list[NetworkTensor] = []
 
@@ -69,6 +72,8 @@ class PluginOps(NativeOps):
     def _collective(self, op: str, kind: int, x: NetworkTensor, rows: int | Size) -> NetworkTensor:
         if self._world == 1:
             return x
+        if self._native_collectives:
+            return self._writer.collective(op, x, (rows, *x.shape[1:]), world=self._world)
         (result,) = self._call(
             op, "Collective", {"kind": kind, "group": 0, "world": self._world}, {"source": x},
             result=(x.type, (rows, *x.shape[1:])),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TensorRT(Protocol):
-    """What this package uses of the module to define and build networks."""
+    """What this package uses of the module to define, build and run networks."""
 
     @property
     def __version__(self) -> str: ...
@@ -19,6 +19,8 @@ class TensorRT(Protocol):
     def Builder(self) -> type[trt.Builder]: ...
     @property
     def Runtime(self) -> type[trt.Runtime]: ...
+    @property
+    def ExecutionContextAllocationStrategy(self) -> type[trt.ExecutionContextAllocationStrategy]: ...
     @property
     def TensorIOMode(self) -> type[trt.TensorIOMode]: ...
     @property

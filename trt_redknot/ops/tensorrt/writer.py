@@ -4,7 +4,7 @@ plugin port."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,32 @@ class NetworkWriter:
         layer = self._added(self.network.add_plugin_v3([value.tensor for value in inputs], [], plugin), name)
         layer.name = name
         return layer
+
+    def collective(self, kind: str, x: NetworkTensor, shape: Shape, *, world: int) -> NetworkTensor:
+        """A collective layer of TensorRT 11.
+
+        Args:
+            kind: all_gather or reduce_scatter (a sum), over the rows.
+
+        Raises:
+            EngineError: this TensorRT has none, or refuses it.
+        """
+        operations: Any = getattr(self.module, "CollectiveOperation", None)
+        add: Any = getattr(self.network, "add_dist_collective", None)
+        if operations is None or add is None:
+            raise EngineError(
+                "this TensorRT has no collective layers", expected="11 or newer", found=self.module.__version__,
+                remedy="Build with --collectives plugin.",
+            )  # fmt: skip
+        reduction = self.module.ReduceOperation.SUM if kind == "reduce_scatter" else self._no_reduction()
+        # Root: none. Groups: all ranks of the communicator are one.
+        layer = self._added(add(x.tensor, getattr(operations, kind.upper()), reduction, -1, None), kind)
+        layer.num_ranks = world
+        return self._result(layer, kind, x.type, shape)
+
+    def _no_reduction(self) -> Any:
+        kinds: Any = self.module.ReduceOperation
+        return kinds.NONE
 
     def matmul(self, a: NetworkTensor, b: NetworkTensor, shape: Shape) -> NetworkTensor:
         """a @ b.T over the last two axes; the others are broadcast."""

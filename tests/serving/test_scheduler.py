@@ -1,0 +1,360 @@
+"""The scheduler over a real engine, turn by turn: what runs together changes no answer, and what ends leaves nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.serving.support import Bench, Theatre, ask, ids, outcome
+from trt_redknot import ArtifactStore, Response
+from trt_redknot.serving.config import ServingConfig
+from trt_redknot.serving.jobs import Job, Phase
+from trt_redknot.serving.messages import (
+    BuildRequest,
+    BuiltEvent,
+    DoneEvent,
+    FailedEvent,
+    ServingFault,
+    ServingRequest,
+    TokenEvent,
+)
+
+
+@pytest.fixture(scope="module")
+def settings_of(engine_dir: Path, bench: Bench) -> ServingConfig:
+    return ServingConfig(
+        engine=engine_dir, store=bench.store.root, cache_tokens=420, max_batch=3, prefill_steps=5, lookahead=2,
+        max_queue=100,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stage(bench: Bench, settings_of: ServingConfig) -> Iterator[Theatre]:
+    theatre = Theatre(bench, settings_of)
+    yield theatre
+    theatre.conductor.runner.close()
+
+
+@pytest.fixture(scope="module")
+def known(bench: Bench) -> list[tuple[ServingRequest, Response]]:
+    """Requests of every kind, with the engine's own answers."""
+    one, two, three = ({"artifact": artifact_id} for artifact_id in bench.artifact_ids)
+    requests = [
+        ask([one, two, {"tokens": ids(9)}], 7),
+        ask([three, {"tokens": ids(4)}], 1),
+        ask([two, {"tokens": ids(3)}, one], 9),
+        ask([{"tokens": ids(30)}], 12, reuse=False),
+        ask([one, {"tokens": ids(6)}], 5, reuse=False),
+        ask([{"tokens": ids(1)}], 3),
+    ]
+    answers = [(request, bench.alone(request)) for request in requests]
+    assert {answer.report.arm for _, answer in answers} == {"reuse", "recompute"}
+    assert any(answer.report.rows.active for _, answer in answers)
+    return answers
+
+
+def assert_same(job: Job, answer: Response) -> None:
+    events = list(job.stream)
+    done = events[-1]
+    assert isinstance(done, DoneEvent), done
+    assert list(done.tokens) == [each.token for each in events if isinstance(each, TokenEvent)] == answer.tokens
+    expected = answer.report.to_json()
+    for key in ("arm", "fallback_reason", "rows", "ledgers", "k_histogram"):
+        assert done.report[key] == expected[key]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12), st.integers(0, 40)), min_size=2, max_size=7),
+    data=st.data(),
+)
+def test_interleaving_changes_no_answer(
+    stage: Theatre,
+    known: list[tuple[ServingRequest, Response]],
+    arrivals: list[tuple[int, int, int]],
+    data: st.DataObject,
+) -> None:
+    """Requests come after some turns each, and some are cancelled after some more: the others answer as if alone."""
+    jobs: list[tuple[Job, Response, bool]] = []
+    for which, pause, patience in arrivals:
+        request, answer = known[which]
+        jobs.append((stage.submit(request), answer, False))
+        for _ in range(pause):
+            stage.turn()
+        if data.draw(st.integers(0, 3)) == 0:
+            for _ in range(patience):
+                stage.turn()
+            number = data.draw(st.integers(0, len(jobs) - 1))
+            job, answer, _ = jobs[number]
+            job.stream.cancel()
+            jobs[number] = (job, answer, True)
+    stage.finish()
+    for job, answer, cancelled in jobs:
+        if cancelled and isinstance(last := outcome_of(job), FailedEvent):
+            assert last.fault is ServingFault.CANCELLED
+        elif not cancelled:
+            assert_same(job, answer)
+    stage.assert_nothing_held()
+
+
+def outcome_of(job: Job) -> object:
+    return outcome(job)
+
+
+PHASES = [phase for phase in Phase if phase is not Phase.OVER]
+
+
+@pytest.mark.parametrize("way", ["cancelled", "deadline"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_job_that_ends_in_any_phase_leaves_nothing(
+    bench: Bench, stage: Theatre, known: list[tuple[ServingRequest, Response]], phase: Phase, way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Others that run at the time answer as if alone."""
+    request, answer = known[0]
+    companion = stage.submit(request)
+    document = ids(33)
+    victim = stage.submit(
+        ServingRequest.parse(
+            {
+                "documents": [{"tokens": document}, {"artifact": bench.artifact_ids[0]}], "question": ids(40),
+                "max_new_tokens": 12, "missing": "build", "stop_tokens": [], "deadline_s": 50.0,
+            }
+        )
+    )  # fmt: skip
+    scheduler = stage.conductor.scheduler
+    with monkeypatch.context() as patch:
+        if phase is Phase.ADMITTED:
+            # Rows enough for what is asked never come.
+            admitted = lambda size: victim.phase is not Phase.ADMITTED and fits(size)  # noqa: E731
+            fits = scheduler.room.fits
+            patch.setattr(scheduler.room, "fits", admitted)
+        if phase is Phase.LOADING:
+            patch.setattr(stage.conductor.runner.preloader, "finished", list)
+        if phase is not Phase.WAITING:
+            stage.until(lambda: victim.phase is phase)
+        assert victim.phase is phase
+        if way == "cancelled":
+            victim.stream.cancel()
+        else:
+            stage.now += 60.0
+        stage.turn()
+        assert victim.phase is Phase.OVER
+        last = outcome(victim)
+        assert isinstance(last, FailedEvent)
+        assert last.fault.value == way
+        if phase is Phase.LOADING:
+            companion.stream.cancel()
+            stage.finish()
+    stage.finish()
+    if phase is not Phase.LOADING:
+        assert_same(companion, answer)
+    stage.assert_nothing_held()
+
+
+def test_decode_goes_on_while_prompts_run(stage: Theatre, settings_of: ServingConfig) -> None:
+    """Between two tokens of an answer there are never more prompt steps than `prefill_steps`."""
+    talker = stage.submit(ask([{"tokens": ids(3)}], 40, reuse=False))
+    stage.until(lambda: talker.phase is Phase.DECODING)
+    reader = stage.submit(ask([{"tokens": ids(200)}], 1, reuse=False))
+    stage.until(lambda: reader.phase is Phase.PREFILLING)
+    turns = 0
+    while reader.phase is Phase.PREFILLING and talker.phase is Phase.DECODING:
+        before = len(talker.tokens)
+        stage.turn()
+        turns += 1
+        assert len(talker.tokens) == before + 1
+    assert turns > 3
+    assert isinstance(list(talker.stream) if talker.phase is Phase.OVER else [], list)
+    stage.finish()
+    stage.assert_nothing_held()
+
+
+def test_prompts_run_by_turns(stage: Theatre) -> None:
+    """A short prompt that comes after a long one has its first token long before the long one has."""
+    long = stage.submit(ask([{"tokens": ids(250)}], 1, reuse=False))
+    stage.until(lambda: long.phase is Phase.PREFILLING)
+    short = stage.submit(ask([{"tokens": ids(5)}], 1, reuse=False))
+    stage.until(lambda: short.phase is Phase.OVER)
+    assert long.phase is Phase.PREFILLING
+    stage.finish()
+    stage.assert_nothing_held()
+
+
+def test_tenants_take_turns(stage: Theatre) -> None:
+    """One tenant's hundred requests do not keep another's one waiting for more than what was on its way already."""
+    crowd = [stage.submit(ask([{"tokens": ids(4)}], 2, reuse=False, tenant="crowd")) for _ in range(30)]
+    for _ in range(3):
+        stage.turn()
+    alone = stage.submit(ask([{"tokens": ids(4)}], 2, reuse=False, tenant="alone"))
+    stage.until(lambda: alone.phase is Phase.OVER)
+    finished = sum(job.phase is Phase.OVER for job in crowd)
+    scheduler, config = stage.conductor.scheduler, stage.intake.config
+    assert finished <= config.max_batch + config.lookahead + config.max_batch
+    assert scheduler.queued
+    stage.finish()
+    assert all(isinstance(outcome(job), DoneEvent) for job in crowd)
+    stage.assert_nothing_held()
+
+
+def test_a_large_request_is_not_overtaken_forever(stage: Theatre) -> None:
+    """It waits for room while others run, and nobody who came later takes the room."""
+    first = [stage.submit(ask([{"tokens": ids(100)}], 20, reuse=False)) for _ in range(2)]
+    stage.until(lambda: all(job.phase is Phase.DECODING for job in first))
+    large = stage.submit(ask([{"tokens": ids(350)}], 2, reuse=False))
+    later = [stage.submit(ask([{"tokens": ids(4)}], 2, reuse=False)) for _ in range(4)]
+    stage.until(lambda: large.phase is Phase.ADMITTED)
+    stage.until(lambda: all(job.phase is Phase.OVER for job in first))
+    assert all(job.phase in (Phase.WAITING, Phase.READY) for job in later)
+    stage.finish()
+    assert isinstance(outcome(large), DoneEvent)
+    stage.assert_nothing_held()
+
+
+def test_a_deadline_holds_for_an_answer_that_runs(stage: Theatre) -> None:
+    job = stage.submit(ask([{"tokens": ids(3)}], 50, reuse=False, deadline_s=5.0))
+    stage.until(lambda: job.phase is Phase.OVER, tick_s=0.5)
+    events = list(job.stream)
+    assert isinstance(events[-1], FailedEvent)
+    assert events[-1].fault is ServingFault.DEADLINE
+    assert 0 < len(events) - 1 < 50
+    stage.assert_nothing_held()
+
+
+def test_builds_are_jobs_and_run_beside_answers(bench: Bench, stage: Theatre) -> None:
+    documents = [ids(40), bench.documents[0], ids(25)]
+    build = stage.submit(BuildRequest.parse({"documents": [{"tokens": each} for each in documents]}))
+    stage.until(lambda: build.phase is Phase.BUILDING)
+    answered = stage.submit(ask([{"tokens": ids(5)}], 3, reuse=False))
+    stage.until(lambda: answered.phase is Phase.OVER)
+    assert build.phase is not Phase.OVER, "the answer waited for the builds"
+    stage.finish()
+    events = list(build.stream)
+    built = [event for event in events if isinstance(event, BuiltEvent)]
+    assert [event.built for event in built] == [True, False, True]
+    assert [event.tokens for event in built] == [40, len(bench.documents[0]), 25]
+    assert [event.artifact_id for event in built] == [
+        bench.store.artifact_id(each, bench.engine.identity) for each in documents
+    ]
+    for event in built:
+        with bench.store.open(event.artifact_id) as lease:
+            assert sum(file.size for file in lease.certificate.files) == event.bytes > 0
+    last = events[-1]
+    assert isinstance(last, DoneEvent)
+    assert last.finish_reason == "built"
+    assert last.report["documents"] == [event.to_json() for event in built]
+    stage.assert_nothing_held()
+
+
+def test_a_cancelled_build_leaves_the_store_as_it_was(bench: Bench, stage: Theatre) -> None:
+    document = ids(44)
+    build = stage.submit(BuildRequest.parse({"documents": [{"tokens": document}]}))
+    stage.until(lambda: build.phase is Phase.BUILDING)
+    build.stream.cancel()
+    stage.finish()
+    assert bench.store.newest(bench.store.artifact_id(document, bench.engine.identity)) is None
+    assert not [
+        path
+        for path in bench.store.root.rglob("*")
+        if "building" in path.parts[-2:] and path.is_dir() and any(path.iterdir())
+    ]
+    again = stage.submit(BuildRequest.parse({"documents": [{"tokens": document}]}))
+    stage.finish()
+    assert isinstance(outcome(again), DoneEvent)
+    stage.assert_nothing_held()
+
+
+@pytest.mark.parametrize("missing", ["recompute", "build", "refuse"])
+def test_documents_that_are_not_in_the_store(bench: Bench, stage: Theatre, missing: str) -> None:
+    document, question = ids(36), ids(4)
+    values = {
+        "documents": [{"tokens": bench.documents[0]}, {"tokens": document}], "question": question, "missing": missing,
+        "max_new_tokens": 4, "stop_tokens": [],
+    }  # fmt: skip
+    job = stage.submit(ServingRequest.parse(values))
+    stage.finish()
+    last = outcome(job)
+    if missing == "refuse":
+        assert isinstance(last, FailedEvent)
+        assert last.fault is ServingFault.MISSING_DOCUMENT
+    else:
+        assert isinstance(last, DoneEvent)
+        assert last.report["arm"] == ("reuse" if missing == "build" else "recompute")
+        assert last.report["fallback_reason"] == (None if missing == "build" else "missing_artifact")
+        alone = ask(
+            [{"artifact": id_of(bench.store, bench, each), "tokens": each} for each in (bench.documents[0], document)]
+            + [{"tokens": question}],
+            4,
+        )
+        default = alone.model_copy(update={"reuse": ServingRequest.parse(values).reuse})
+        assert list(last.tokens) == bench.alone(default).tokens
+    stage.assert_nothing_held()
+
+
+def id_of(store: ArtifactStore, bench: Bench, document: list[int]) -> str:
+    return store.artifact_id(document, bench.engine.identity)
+
+
+def test_a_document_that_nobody_has(stage: Theatre) -> None:
+    for reuse in (True, False):
+        job = stage.submit(ask([{"artifact": "0" * 32}, {"tokens": [1]}], reuse=reuse))
+        stage.finish()
+        last = outcome(job)
+        assert isinstance(last, FailedEvent)
+        assert last.fault is ServingFault.MISSING_DOCUMENT
+        assert "no rank can read the tokens" in last.message
+    stage.assert_nothing_held()
+
+
+def test_a_request_too_large_for_the_cache_is_known_at_admission_at_the_latest(
+    bench: Bench, stage: Theatre, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments = [{"artifact": artifact_id} for artifact_id in bench.artifact_ids] * 3
+    job = stage.submit(ask([*segments, {"tokens": [1]}], 100))
+    stage.finish()
+    last = outcome(job)
+    assert isinstance(last, FailedEvent)
+    assert last.fault is ServingFault.TOO_LARGE
+    stage.assert_nothing_held()
+
+
+def test_artifacts_that_are_not_verified_in_time_are_not_waited_for(
+    bench: Bench, stage: Theatre, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage.conductor.runner.preloader, "finished", list)
+    request = ask([{"artifact": bench.artifact_ids[0]}, {"tokens": ids(3)}], 3)
+    limited = request.model_copy(update={"reuse": request.reuse.model_copy(update={"deadline_s": 2.0})})  # type: ignore[union-attr]
+    job = stage.submit(limited)
+    stage.turn()
+    assert job.phase is Phase.LOADING
+    stage.now += 3.0
+    stage.finish()
+    last = outcome(job)
+    assert isinstance(last, DoneEvent)
+    assert last.report["arm"] == "recompute"
+    assert last.report["fallback_reason"] == "timeout"
+    stage.assert_nothing_held()
+
+
+def test_random_sizes_of_everything(
+    bench: Bench, engine_dir: Path, known: list[tuple[ServingRequest, Response]]
+) -> None:
+    """Other limits, other order: the same answers."""
+    for _ in range(3):
+        config = ServingConfig(
+            engine=engine_dir, store=bench.store.root, cache_tokens=random.randrange(150, 420),
+            max_batch=random.randrange(1, 6), prefill_steps=random.randrange(1, 60), lookahead=random.randrange(1, 5),
+            max_prefills=random.randrange(1, 4),
+        )  # fmt: skip
+        theatre = Theatre(bench, config)
+        jobs = [(theatre.submit(request), answer) for request, answer in random.sample(known * 2, 9)]
+        theatre.finish()
+        for job, answer in jobs:
+            assert_same(job, answer)
+        theatre.assert_nothing_held()
+        theatre.conductor.runner.close()

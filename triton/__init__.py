@@ -1,0 +1,17 @@
+"""Not the Triton compiler: this folder holds the model repository for Triton Inference Server.
+
+Both are called triton. With this repository on `sys.path`, `import triton` would find the folder, and torch would take it
+for the compiler. So this module steps aside: the compiler is imported where it is installed, and is missing where not.
+"""
+
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+_spec = PathFinder.find_spec("triton", [entry for entry in sys.path if Path(entry).resolve() != _ROOT])
+if _spec is None or _spec.loader is None or _spec.origin is None:
+    raise ModuleNotFoundError("No module named 'triton' (the folder of that name is no package)", name="triton")
+sys.modules["triton"] = _module = module_from_spec(_spec)
+_spec.loader.exec_module(_module)

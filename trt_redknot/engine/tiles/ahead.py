@@ -1,0 +1,258 @@
+"""Reading ahead: a thread copies the tiles of coming layers into a ring while the current layer computes.
+
+Order of calls: `announce` the reads of some layers, `take` each of them, layers in order; announce again once all were
+taken; `close` once. The copying thread and the computing one meet in two places: a layer's slot is filled only after
+the computation that read the slot's last layer (`after`), and is read only after its copies (`wait`). On a GPU both are
+events on the device; the host waits only until the other thread has queued its part.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from trt_redknot.engine.tiles.lanes import CopyLane, Mark
+from trt_redknot.engine.tiles.reads import DirectReads, Read, ReadKey
+from trt_redknot.engine.tiles.tier import TileTier
+from trt_redknot.observability.events import Tier
+
+_ALIGNMENT = 256
+
+
+@dataclass(kw_only=True, eq=False)
+class _Layer:
+    """The announced reads of one layer, and how far they are.
+
+    Attributes:
+        places: stored tensors on the device, and whether they are whole where rows were asked.
+        asked, copied: marks of the computation that waits for the copies, and of the copies.
+        queued: the copying thread has begun all copies, or given up.
+        left: mark of the computation after which the slot is free.
+    """
+
+    reads: tuple[Read, ...]
+    places: dict[ReadKey, tuple[torch.Tensor, bool]] = field(default_factory=dict)
+    asked: Mark | None = None
+    copied: Mark | None = None
+    queued: threading.Event = field(default_factory=threading.Event)
+    left: Mark | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(_aligned(_stored_bytes(read)) for read in self.reads)
+
+    @property
+    def staged_bytes(self) -> int:
+        return sum(_aligned(_stored_bytes(read)) for read in self.reads if read.index is not None)
+
+
+class ReadAhead:
+    """A :class:`TileSource` with a ring of `depth` layers.
+
+    Args:
+        dtype: what stored tensors are decoded to, on the device.
+        lane: where copies run.
+        depth: layers in the ring; 2 or more, else nothing is read ahead.
+        host: tier of stored tensors in the lane's host memory; filled by what is read.
+        nearest: tier of stored tensors on the device; looked into first, and never filled from here.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        lane: CopyLane,
+        *,
+        depth: int = 3,
+        host: TileTier | None = None,
+        nearest: TileTier | None = None,
+    ) -> None:
+        if depth < 2:
+            raise ValueError(f"depth of the ring: expected at least 2 layers, found {depth}")
+        self._dtype = dtype
+        self._device = device
+        self._lane = lane
+        self._depth = depth
+        self._host = host
+        self._nearest = nearest
+        self._direct = DirectReads(dtype, device)
+        self._layers: list[_Layer] = []
+        self._past: list[_Layer] = []
+        self._by_key: dict[ReadKey, int] = {}
+        self._current = -1
+        self._ring: list[torch.Tensor] = []
+        self._staging: list[torch.Tensor] = []
+        # Guards `_released` and `_stopped`, and wakes the copying thread.
+        self._turn = threading.Condition()
+        self._released = 0
+        self._stopped = False
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._moved: Counter[Tier] = Counter()
+
+    @property
+    def moved(self) -> Mapping[Tier, int]:
+        """Stored bytes taken so far, by where they were found; decoded ones of what was not announced."""
+        return self._moved + Counter(self._direct.moved)
+
+    def lateness(self) -> list[float]:
+        layers = [*self._past, *self._layers]
+        return [self._lane.late_s(each.asked, each.copied) for each in layers if each.asked and each.copied]
+
+    def announce(self, layers: Sequence[Sequence[Read]]) -> None:
+        """Begin to copy what the next layers will take.
+
+        Raises:
+            RuntimeError: reads that were announced before have not all been taken.
+        """
+        if any(each.reads for each in self._layers[self._current + 1 :]):
+            raise RuntimeError("reads were announced that nobody took")
+        self._join()
+        finished = [each.copied for each in self._layers if each.copied is not None]
+        self._past += self._layers
+        self._layers = [_Layer(reads=tuple(reads)) for reads in layers]
+        self._by_key = {read.key: at for at, each in enumerate(self._layers) for read in each.reads}
+        self._current, self._released = -1, 0
+        if not self._by_key:
+            return
+        self._make_ring()
+        self._thread = threading.Thread(target=self._copy_all, args=(finished,), name="redknot-read-ahead", daemon=True)
+        self._thread.start()
+
+    def take(self, read: Read) -> torch.Tensor:
+        """The decoded tensor on the device, valid until a read of a later layer is taken.
+
+        Raises:
+            StoreError: or whatever else the copying thread met.
+            RuntimeError: out of order, or the source was closed.
+        """
+        at = self._by_key.get(read.key)
+        if at is None:
+            return self._direct.take(read)
+        if at < self._current:
+            raise RuntimeError(f"a read of {read.part} in layer {read.layer} was taken after a later layer's")
+        if at > self._current:
+            self._enter(at)
+        stored, whole = self._layers[at].places[read.key]
+        if whole and read.index is not None:
+            stored = stored.index_select(0, read.index.to(self._device, non_blocking=True))
+        return read.reader.codec(read.part).decode(stored, self._dtype)
+
+    def close(self) -> None:
+        """End the copying thread. What was taken stays valid until the caller's computation is done with it."""
+        with self._turn:
+            self._stopped = True
+            self._turn.notify_all()
+        self._join()
+
+    def _enter(self, at: int) -> None:
+        """Leave the current layer's slot to the copies, and wait for the next layer's."""
+        layer = self._layers[at]
+        mark = self._lane.mark_computed()
+        with self._turn:
+            for behind in self._layers[max(0, self._current) : at]:
+                behind.left = mark
+            self._released = at
+            self._turn.notify_all()
+        self._current = at
+        layer.asked = mark
+        layer.queued.wait()
+        if layer.copied is None:
+            assert self._failure is not None
+            raise self._failure
+        self._lane.wait(layer.copied)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _make_ring(self) -> None:
+        size = max(layer.bytes for layer in self._layers)
+        staged = max(layer.staged_bytes for layer in self._layers)
+        if not self._ring or self._ring[0].numel() < size:
+            self._ring = [self._lane.empty(size) for _ in range(self._depth)]
+        if not self._staging or self._staging[0].numel() < staged:
+            self._staging = [self._lane.staging(staged) for _ in range(self._depth)]
+        # The ring may still be read by what is queued: by layers announced before, or by the memory's last owner.
+        self._lane.after(self._lane.mark_computed())
+
+    @torch.inference_mode()
+    def _copy_all(self, finished: Sequence[Mark]) -> None:
+        try:
+            # Staging memory is written by this thread, which no event on the device holds back.
+            for mark in finished:
+                self._lane.finish(mark)
+            for at, layer in enumerate(self._layers):
+                self._await_slot(at)
+                self._copy(at, layer)
+                layer.copied = self._lane.mark_copied()
+                layer.queued.set()
+        except BaseException as failure:  # noqa: BLE001 - it belongs to the computing thread, which raises it
+            self._failure = failure
+        finally:
+            for layer in self._layers:
+                layer.queued.set()
+
+    def _await_slot(self, at: int) -> None:
+        """Wait until the slot's last layer was left behind. Raises RuntimeError where the source was closed."""
+        previous = at - self._depth
+        with self._turn:
+            while not self._stopped and self._released <= previous:
+                self._turn.wait()
+            if self._stopped:
+                raise RuntimeError("the source of artifact tiles was closed")
+        if previous >= 0:
+            behind = self._layers[previous]
+            assert behind.left is not None
+            assert behind.copied is not None
+            self._lane.after(behind.left)
+            self._lane.finish(behind.copied)
+
+    def _copy(self, at: int, layer: _Layer) -> None:
+        slot, staging = self._ring[at % self._depth], self._staging[at % self._depth]
+        offset = staged = 0
+        for read in layer.reads:
+            if read.key in layer.places:
+                continue
+            found = None if self._nearest is None else self._nearest.find(read.reader, read.part, read.layer)
+            if found is not None:
+                layer.places[read.key] = found, True
+                self._moved[Tier.DEVICE] += _stored_bytes(read)
+                continue
+            tier, stored = self._in_host_memory(read)
+            if read.index is not None:
+                rows = _carve(staging, staged, stored, read.index.numel())
+                staged += _aligned(rows.nbytes)
+                stored = torch.index_select(stored, 0, read.index, out=rows)
+            place = _carve(slot, offset, stored, stored.shape[0])
+            offset += _aligned(place.nbytes)
+            self._lane.copy(place, stored)
+            self._moved[tier] += place.nbytes
+            layer.places[read.key] = place, False
+
+    def _in_host_memory(self, read: Read) -> tuple[Tier, torch.Tensor]:
+        if self._host is None:
+            return Tier.DISK, read.reader.raw(read.part, read.layer)
+        found = self._host.find(read.reader, read.part, read.layer)
+        if found is not None:
+            return Tier.HOST, found
+        return Tier.DISK, self._host.keep(read.reader, read.part, read.layer, read.reader.raw(read.part, read.layer))
+
+
+def _stored_bytes(read: Read) -> int:
+    stored = read.reader.raw(read.part, read.layer)
+    return stored.nbytes if read.index is None else stored[:1].nbytes * read.index.numel()
+
+
+def _carve(memory: torch.Tensor, offset: int, like: torch.Tensor, rows: int) -> torch.Tensor:
+    size = like[:1].nbytes * rows
+    return memory[offset : offset + size].view(like.dtype).view((rows, *like.shape[1:]))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,113 @@
+"""Results of a run as they come: JSON lines that survive a kill, and belong to exactly one run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trt_redknot.config.documents import parse_json_object, validated_json
+from trt_redknot.errors import ConfigError, RedKnotError
+from trt_redknot.evaluation.arms import PairResult
+
+RESULTS = "results.jsonl"
+_LIMIT = 1 << 30
+
+
+class JournalError(RedKnotError):
+    """A results file is unreadable, damaged, or of another run."""
+
+
+class Journal:
+    """An open results file: first line the run, then one pair a line.
+
+    Args:
+        path: made where it is not there.
+        run: what the results depend on; a file of another run is refused.
+
+    Raises:
+        JournalError: of another run, or a line but the last is damaged. A last line that a kill cut short is dropped.
+    """
+
+    def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
+        self.path = path
+        self.results: dict[tuple[str, str], PairResult] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise JournalError(f"the results cannot be written: {error.strerror or error}", path=path) from error
+        content, whole = _whole_lines(path)
+        os.ftruncate(self._file, whole)
+        if not content:
+            self._append(dict(run))
+            return
+        saved, results = _parse(content, path)
+        differing = sorted(key for key in {*saved, *run} if saved.get(key) != run.get(key))
+        if differing:
+            os.close(self._file)
+            raise JournalError(
+                "the results are of another run", expected={key: run.get(key) for key in differing},
+                found={key: saved.get(key) for key in differing}, path=path, remedy="Name another output folder.",
+            )  # fmt: skip
+        self.results = {(result.variant, result.id): result for result in results}
+
+    def append(self, result: PairResult) -> None:
+        """Keep one result; it is on disk when this returns."""
+        self._append(result.model_dump(mode="json"))
+        self.results[result.variant, result.id] = result
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _append(self, value: Mapping[str, Any]) -> None:
+        line = json.dumps(value, allow_nan=False).encode() + b"\n"
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+            os.fsync(self._file)
+        except OSError as error:
+            raise JournalError(f"a result cannot be written: {error.strerror or error}", path=self.path) from error
+
+
+def read_journal(path: Path) -> tuple[dict[str, Any], list[PairResult]]:
+    """The run and the results of a file.
+
+    Raises:
+        JournalError: missing, empty or damaged.
+    """
+    if not path.is_file():
+        raise JournalError("there are no results", expected=RESULTS, path=path, remedy="Run the evaluation first.")
+    lines, _ = _whole_lines(path)
+    if not lines:
+        raise JournalError("the results file is empty", path=path, remedy="Run the evaluation first.")
+    return _parse(lines, path)
+
+
+def _whole_lines(path: Path) -> tuple[list[bytes], int]:
+    """Lines that end in a line break, and the bytes they take."""
+    size = path.stat().st_size
+    if size > _LIMIT:
+        raise JournalError("the results file is too large", expected=f"at most {_LIMIT} bytes", found=size, path=path)
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    return content[:whole].splitlines(), whole
+
+
+def _parse(lines: list[bytes], path: Path) -> tuple[dict[str, Any], list[PairResult]]:
+    results = []
+    run: dict[str, Any] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            value = parse_json_object(line)
+            if number == 1:
+                run = value
+            else:
+                results.append(validated_json(PairResult, value, path))
+        except (ValueError, ConfigError) as error:
+            raise JournalError(
+                f"line {number} is damaged", found=error, path=path, remedy="Remove the file and run again."
+            ) from error
+    return run, results

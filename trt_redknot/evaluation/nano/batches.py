@@ -1,0 +1,148 @@
+"""Training batches: fixed shapes, the same for the same seed and step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trt_redknot.evaluation.nano.words import END, NUMBERS, PAD, token_ids
+from trt_redknot.evaluation.nano.world import Question, World, header
+
+IGNORE = -100
+_SMALL = 256
+# Documents stop this many words before the end of a prompt: the questions with their answers follow.
+_WORDS_A_QUESTION = 16
+_LONGEST_PASSAGE = 150
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of the curriculum.
+
+    Attributes:
+        length: tokens of a sequence.
+        sequences: of a batch.
+        kinds: question kinds.
+        questions: most questions a sequence asks.
+    """
+
+    length: int
+    sequences: int
+    kinds: tuple[str, ...]
+    questions: int
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of :func:`Batch.to_bytes`."""
+        return 3 * 4 * self.sequences * self.length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Arrays [B, S], int32.
+
+    Attributes:
+        tokens: ids, padded at the end.
+        targets: the next token where it belongs to an answer, else `IGNORE`.
+        subjects: id of the person a document's word is about, else `IGNORE`.
+    """
+
+    tokens: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    subjects: NDArray[np.int32]
+
+    def to_bytes(self) -> bytes:
+        return np.stack([self.tokens, self.targets, self.subjects]).astype("<i4").tobytes()
+
+    @classmethod
+    def from_bytes(cls, content: bytes, stage: Stage) -> Batch:
+        """Raises ValueError where the size is not the stage's."""
+        if len(content) != stage.batch_bytes:
+            raise ValueError(f"a batch has {stage.batch_bytes} bytes, not {len(content)}")
+        arrays = np.frombuffer(content, dtype="<i4").reshape(3, stage.sequences, stage.length)
+        return cls(tokens=arrays[0], targets=arrays[1], subjects=arrays[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptWords:
+    """One sequence as word lists: its questions are answered in place."""
+
+    words: list[str]
+    answered: list[bool]
+    subjects: list[str | None]
+
+
+def make_batch(stage: Stage, seed: int, step: int) -> Batch:
+    """The batch of `step`: a pure function of its arguments."""
+    rng = random.Random(f"{seed}/{stage.length}/{step}")
+    rows = [_row(make_sequence(stage, rng), stage.length) for _ in range(stage.sequences)]
+    tokens, targets, subjects = (np.stack(column) for column in zip(*rows, strict=True))
+    return Batch(tokens=tokens, targets=targets, subjects=subjects)
+
+
+def make_sequence(stage: Stage, rng: random.Random) -> PromptWords:
+    """Passages, then questions with their answers, at most `stage.length` words."""
+    asked = rng.randint(max(1, stage.questions // 2), stage.questions)
+    world = World(rng=rng, kinds=stage.kinds, small=stage.length <= _SMALL)
+    words, subjects = passages_of(world, stage.length - asked * _WORDS_A_QUESTION)
+    answered = [False] * len(words)
+    for question in world.questions(asked):
+        ask, reply = question_words(question), [*question.answer, END]
+        if len(words) + len(ask) + len(reply) <= stage.length:
+            words += ask + reply
+            answered += [False] * len(ask) + [True] * len(reply)
+    return PromptWords(words=words, answered=answered, subjects=subjects + [None] * (len(words) - len(subjects)))
+
+
+def question_words(question: Question) -> list[str]:
+    """How a question is put behind the passages."""
+    return ["Question", ":", *question.words, "Answer", ":"]
+
+
+def passages_of(world: World, room: int) -> tuple[list[str], list[str | None]]:
+    """Adds passages to `world` until `room` words are nearly full; their words with headers, and whom each is about."""
+    words: list[str] = []
+    subjects: list[str | None] = []
+    while len(world.passages) < len(NUMBERS):
+        passage = world.add_passage()
+        head = header(len(world.passages))
+        words += [*head, *passage.words]
+        subjects += [None] * len(head) + list(passage.subjects)
+        longest = 45 if world.small else _LONGEST_PASSAGE
+        if len(words) + longest > room:
+            break
+    return words, subjects
+
+
+def _row(sequence: PromptWords, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    ids = token_ids()
+    words = sequence.words[:length]
+    tokens = np.full(length, ids[PAD], dtype=np.int32)
+    tokens[: len(words)] = [ids[word] for word in words]
+    targets = np.full(length, IGNORE, dtype=np.int32)
+    places = np.flatnonzero(np.array(sequence.answered[:length], dtype=bool))
+    targets[places - 1] = tokens[places]
+    subjects = np.full(length, IGNORE, dtype=np.int32)
+    for place, subject in enumerate(sequence.subjects[:length]):
+        if subject is not None:
+            subjects[place] = ids[subject]
+    return tokens, targets, subjects
+
+
+def curriculum(tokens: int, lengths: Sequence[int]) -> tuple[Stage, ...]:
+    """Stages of `tokens` tokens a batch; questions that need two documents begin with the second stage."""
+    first: tuple[str, ...] = ("single", "implied", "report")
+    later = (*first, "override", "continued", "two_hop", "chain")
+    return tuple(
+        Stage(
+            length=length,
+            sequences=max(1, tokens // length),
+            kinds=first if index == 0 else later,
+            questions=max(2, min(24, length // 40)),
+        )
+        for index, length in enumerate(lengths)
+    )

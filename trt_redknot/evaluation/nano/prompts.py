@@ -1,0 +1,87 @@
+"""Prompts with one question, for scoring and for record files in the format of LongBench."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trt_redknot.evaluation.nano.batches import passages_of, question_words
+from trt_redknot.evaluation.nano.words import END, join_words
+from trt_redknot.evaluation.nano.world import KINDS, SHORT_KINDS, Question, World, header
+
+DATASET = "nano"
+LONGER = "report"
+_TRIES = 200
+# Room for the question and for an answer that is not part of the prompt.
+_QUESTION_ROOM = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanoPrompt:
+    """Documents and one question about them."""
+
+    passages: tuple[tuple[str, ...], ...]
+    question: Question
+
+    @property
+    def words(self) -> list[str]:
+        """The prompt up to and with `Answer:`."""
+        documents = [word for number, passage in enumerate(self.passages, 1) for word in (*header(number), *passage)]
+        return documents + question_words(self.question)
+
+    @property
+    def answer(self) -> list[str]:
+        return [*self.question.answer, END]
+
+    def to_longbench(self, name: str) -> dict[str, object]:
+        """The record as LongBench writes one; `name` becomes its `_id`."""
+        context = "\n\n".join(
+            f"Passage {number}:\n{join_words(list(passage))}" for number, passage in enumerate(self.passages, 1)
+        )
+        return {
+            "input": join_words(list(self.question.words)),
+            "context": context,
+            "answers": [join_words(list(self.question.answer))],
+            "length": len(context.split()),
+            "dataset": DATASET,
+            "language": "en",
+            "all_classes": None,
+            "_id": name,
+        }
+
+
+def make_prompt(kind: str, length: int, rng: random.Random) -> NanoPrompt:
+    """A prompt of about `length` tokens that asks a question of that kind.
+
+    Raises:
+        ValueError: no prompt that short allows such a question.
+    """
+    for _ in range(_TRIES):
+        world = World(rng=rng, kinds=KINDS, small=length <= 256)
+        passages_of(world, length - _QUESTION_ROOM)
+        questions = world.questions(1, [kind])
+        if questions:
+            return NanoPrompt(passages=tuple(passage.words for passage in world.passages), question=questions[0])
+    raise ValueError(f"no prompt of {length} tokens allows a question of kind {kind}")
+
+
+def write_records(
+    directory: Path, lengths: Sequence[int], *, seed: int, short: int = 10, longer: int = 5
+) -> list[Path]:
+    """One file a length: `short` records with short answers, kinds in turn, then `longer` ones with longer answers."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for length in lengths:
+        rng = random.Random(f"{seed}/records/{length}")
+        kinds = [SHORT_KINDS[index % len(SHORT_KINDS)] for index in range(short)] + [LONGER] * longer
+        lines = [
+            json.dumps(make_prompt(kind, length, rng).to_longbench(f"{kind}-{length}-{index:04d}"))
+            for index, kind in enumerate(kinds)
+        ]
+        path = directory / f"{DATASET}-{length}.jsonl"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        paths.append(path)
+    return paths

@@ -1,0 +1,62 @@
+"""How many questions a network answers exactly, by length and kind, with the Indexer's real choice everywhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from trt_redknot.evaluation.nano.lean import LeanNetwork
+from trt_redknot.evaluation.nano.prompts import make_prompt
+from trt_redknot.evaluation.nano.words import PAD, token_ids
+from trt_redknot.evaluation.nano.world import KINDS
+
+Scores = dict[str, dict[str, float]]
+# Rows of one forward: bounds its memory.
+_ROWS = 32768
+_ROUND = 64
+
+
+@torch.no_grad()
+def score(
+    network: LeanNetwork, lengths: Sequence[int], *, prompts: int, seed: int, device: torch.device, autocast: bool
+) -> Scores:
+    """Exact match by length and kind: `prompts` prompts each, and over all of a length as `all`.
+
+    The answer is judged as greedy decoding would give it: every token, the end included, is the most likely one after
+    the tokens before it.
+    """
+    network.model.eval()
+    result: Scores = {}
+    for length in lengths:
+        by_kind: dict[str, float] = {}
+        for kind in KINDS:
+            rng = random.Random(f"{seed}/scores/{length}/{kind}")
+            right = []
+            size = max(1, _ROWS // length)
+            for start in range(0, prompts, size):
+                right += _exact(network, kind, length, min(size, prompts - start), rng, device, autocast)
+            by_kind[kind] = sum(right) / len(right)
+        result[str(length)] = {**by_kind, "all": sum(by_kind.values()) / len(by_kind)}
+    network.model.train()
+    return result
+
+
+def _exact(
+    network: LeanNetwork, kind: str, length: int, count: int, rng: random.Random, device: torch.device, autocast: bool
+) -> list[bool]:
+    ids = token_ids()
+    made = [make_prompt(kind, length, rng) for _ in range(count)]
+    rows = [[ids[word] for word in [*prompt.words, *prompt.answer]] for prompt in made]
+    longest = -(-max(len(row) for row in rows) // _ROUND) * _ROUND
+    tokens = torch.full((count, longest), ids[PAD])
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = torch.tensor(row)
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        best = network(tokens.to(device)).logits.argmax(-1).cpu()
+    right = []
+    for index, (prompt, row) in enumerate(zip(made, rows, strict=True)):
+        start = len(prompt.words)
+        right.append(best[index, start - 1 : len(row) - 1].tolist() == row[start:])
+    return right

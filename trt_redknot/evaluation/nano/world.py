@@ -1,0 +1,280 @@
+"""Makes up documents and questions: who owns what, who works where, who reports to whom.
+
+Kinds of questions, and what an answer needs:
+
+    single       a fact stated in full, anywhere
+    override     a fact that a later document replaced
+    implied      a fact of a document that names its subject once, at its top
+    continued    the same, and the top only says "the same person": the subject stands in the document before
+    two_hop      a fact about the place that another document names
+    chain        the end of a line of three or four people, one link a document: longer than a question can follow alone
+    report       several facts of one person, as sentences: a longer answer
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trt_redknot.evaluation.nano.words import DAYS, LOOKS, NAMES, SCENES, SEASONS, SITES, THINGS, TOWNS, WEATHER
+
+SHORT_KINDS = ("single", "override", "implied", "continued", "two_hop", "chain")
+KINDS = (*SHORT_KINDS, "report")
+_CHAIN = (3, 4)
+_REPORTED = (3, 6)
+# Words that a question with its answer may take.
+QUESTION_WORDS = 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One question: its kind, its words, the words of its answer."""
+
+    kind: str
+    words: tuple[str, ...]
+    answer: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """A document without its number. `subjects` names the person that each word is about, as a reader would take it."""
+
+    words: tuple[str, ...]
+    subjects: tuple[str | None, ...]
+
+
+@dataclass(kw_only=True)
+class _Fact:
+    person: str
+    thing: str
+    look: str
+    kind: str
+    passage: int
+
+
+@dataclass(kw_only=True)
+class World:
+    """Everything said so far, and what may be asked about it.
+
+    Attributes:
+        kinds: question kinds that the documents should allow.
+        small: documents of a few sentences, for short prompts.
+    """
+
+    rng: random.Random
+    kinds: Sequence[str]
+    small: bool = False
+    passages: list[Passage] = field(default_factory=list)
+    _facts: dict[tuple[str, str], _Fact] = field(default_factory=dict)
+    _works: dict[str, str] = field(default_factory=dict)
+    _stands: dict[str, str] = field(default_factory=dict)
+    _homeless: dict[str, int] = field(default_factory=dict)
+    _lines: list[list[str]] = field(default_factory=list)
+    _open_lines: list[tuple[list[str], int]] = field(default_factory=list)
+    _in_lines: set[str] = field(default_factory=set)
+    _file: tuple[str, bool] | None = None
+
+    def add_passage(self) -> Passage:
+        """One more document."""
+        words: list[str] = []
+        subjects: list[str | None] = []
+        for sentence, subject in self._sentences():
+            words += sentence
+            subjects += [subject] * len(sentence)
+        passage = Passage(words=tuple(words), subjects=tuple(subjects))
+        self.passages.append(passage)
+        return passage
+
+    def questions(self, count: int, kinds: Sequence[str] | None = None) -> list[Question]:
+        """Up to `count` different questions, kinds in turn."""
+        allowed = self.kinds if kinds is None else kinds
+        by_kind = {kind: self._candidates(kind) for kind in allowed}
+        for candidates in by_kind.values():
+            self.rng.shuffle(candidates)
+        chosen: list[Question] = []
+        while len(chosen) < count and any(by_kind.values()):
+            order = [kind for kind in allowed if by_kind[kind]]
+            self.rng.shuffle(order)
+            for kind in order[: count - len(chosen)]:
+                chosen.append(by_kind[kind].pop())
+        return chosen
+
+    def _sentences(self) -> list[tuple[list[str], str | None]]:
+        low, high = (3, 5) if self.small else (6, 13)
+        count = self.rng.randint(low, high)
+        sentences: list[tuple[list[str], str | None]] = []
+        subject = self._open_file()
+        if subject is not None:
+            sentences.append((self._heading(subject), subject))
+        while len(sentences) < count:
+            if subject is not None and self.rng.random() < 0.6:
+                sentences.append((self._implied(subject), subject))
+            else:
+                sentences.append((self._free_sentence(), subject))
+        return sentences
+
+    def _open_file(self) -> str | None:
+        """The person this document is a file of; None where it is a mixed one."""
+        roll = self.rng.random()
+        if self._file is not None and "continued" in self.kinds and roll < 0.6:
+            self._file = (self._file[0], True)
+            return self._file[0]
+        if ("implied" in self.kinds or "continued" in self.kinds) and roll < 0.75:
+            self._file = (self._new_person(), False)
+            return self._file[0]
+        self._file = None
+        return None
+
+    def _heading(self, subject: str) -> list[str]:
+        assert self._file is not None
+        return ["More", "about", "the", "same", "person", "."] if self._file[1] else ["About", subject, "."]
+
+    def _new_person(self) -> str:
+        known = {person for person, _ in self._facts}
+        fresh = [name for name in NAMES if name not in known]
+        return self.rng.choice(fresh or NAMES)
+
+    def _implied(self, subject: str) -> list[str]:
+        assert self._file is not None
+        free = [thing for thing in THINGS if (subject, thing) not in self._facts]
+        if not free:
+            return self._filler()
+        thing, look, here = self.rng.choice(free), self.rng.choice(LOOKS), len(self.passages)
+        kind = "continued" if self._file[1] else "implied"
+        self._facts[subject, thing] = _Fact(person=subject, thing=thing, look=look, kind=kind, passage=here)
+        return ["The", thing, "is", look, "."]
+
+    def _free_sentence(self) -> list[str]:
+        makers = [(self._filler, 0.25), (self._fact, 0.45)]
+        if "override" in self.kinds:
+            makers.append((self._notice, 0.15))
+        if "two_hop" in self.kinds:
+            makers.append((self._place, 0.25))
+        if "chain" in self.kinds:
+            makers.append((self._link, 0.2))
+        maker = self.rng.choices([maker for maker, _ in makers], [weight for _, weight in makers])[0]
+        return maker()
+
+    def _fact(self) -> list[str]:
+        person, thing = self.rng.choice(NAMES), self.rng.choice(THINGS)
+        if (person, thing) in self._facts:
+            return self._filler()
+        look, here = self.rng.choice(LOOKS), len(self.passages)
+        self._facts[person, thing] = _Fact(person=person, thing=thing, look=look, kind="single", passage=here)
+        return ["The", thing, "of", person, "is", look, "."]
+
+    def _notice(self) -> list[str]:
+        here = len(self.passages)
+        old = [fact for fact in self._facts.values() if fact.kind != "override" and fact.passage < here]
+        if not old:
+            return self._fact()
+        fact = self.rng.choice(old)
+        fact.look = self.rng.choice([look for look in LOOKS if look != fact.look])
+        fact.kind = "override"
+        return ["The", fact.thing, "of", fact.person, "is", "now", fact.look, "."]
+
+    def _place(self) -> list[str]:
+        elsewhere = [site for site, passage in self._homeless.items() if passage < len(self.passages)]
+        if elsewhere and self.rng.random() < 0.6:
+            site = self.rng.choice(elsewhere)
+            del self._homeless[site]
+            self._stands[site] = self.rng.choice(TOWNS)
+            return ["The", site, "stands", "in", self._stands[site], "."]
+        free = [name for name in NAMES if name not in self._works]
+        person, site = self.rng.choice(free or NAMES), self.rng.choice(SITES)
+        if person in self._works:
+            return self._filler()
+        self._works[person] = site
+        if site not in self._stands and site not in self._homeless:
+            self._homeless[site] = len(self.passages)
+        return [person, "works", "at", "the", site, "."]
+
+    def _link(self) -> list[str]:
+        """One link of a line of people; a line grows by one link at a time, in order."""
+        waiting = [line for line in self._open_lines if line[1] < len(self.passages)]
+        if waiting and self.rng.random() < 0.7:
+            line = self.rng.choice(waiting)
+            self._open_lines.remove(line)
+            people = line[0]
+        else:
+            people = self._new_line()
+            if not people:
+                return self._filler()
+        above = self._new_member()
+        if above is None:
+            return self._filler()
+        below = people[-1]
+        people.append(above)
+        if len(people) > _CHAIN[1] or (len(people) > _CHAIN[0] and self.rng.random() < 0.5):
+            self._lines.append(people)
+        else:
+            self._open_lines.append((people, len(self.passages)))
+        return [below, "reports", "to", above, "."]
+
+    def _new_line(self) -> list[str]:
+        first = self._new_member()
+        return [] if first is None else [first]
+
+    def _new_member(self) -> str | None:
+        free = [name for name in NAMES if name not in self._in_lines]
+        if not free:
+            return None
+        name = self.rng.choice(free)
+        self._in_lines.add(name)
+        return name
+
+    def _filler(self) -> list[str]:
+        choice = self.rng.choice
+        return choice(
+            (
+                ["On", choice(DAYS), "the", choice(SCENES), "was", choice(WEATHER), "."],
+                ["In", "the", choice(SEASONS), "the", choice(SCENES), "is", choice(WEATHER), "and", "quiet", "."],
+                ["They", "crossed", "the", choice(SCENES), "before", choice(DAYS), "."],
+                ["It", "was", choice(WEATHER), "near", "the", choice(SCENES), "."],
+            )
+        )
+
+    def _candidates(self, kind: str) -> list[Question]:
+        if kind == "two_hop":
+            return [
+                _question(kind, ("In", "which", "town", "does", person, "work", "?"), (self._stands[site],))
+                for person, site in self._works.items()
+                if site in self._stands
+            ]
+        if kind == "chain":
+            return [
+                _question(
+                    kind, ("Who", "is", "at", "the", "end", "of", "the", "line", "of", people[0], "?"), people[-1:]
+                )
+                for people in self._lines
+            ]
+        if kind == "report":
+            return self._reports()
+        return [
+            _question(kind, ("What", "is", "the", fact.thing, "of", fact.person, "?"), (fact.look,))
+            for fact in self._facts.values()
+            if fact.kind == kind
+        ]
+
+    def _reports(self) -> list[Question]:
+        owned: dict[str, list[_Fact]] = {}
+        for fact in self._facts.values():
+            owned.setdefault(fact.person, []).append(fact)
+        questions = []
+        for person, facts in owned.items():
+            if len(facts) >= 2:
+                told = self.rng.sample(facts, min(len(facts), self.rng.randint(*_REPORTED)))
+                listed = [word for fact in told for word in (fact.thing, ",")][:-1]
+                answer = [w for f in told for w in ("The", f.thing, "of", person, "is", f.look, ".")]
+                questions.append(_question("report", ("Report", "the", *listed, "of", person, "."), answer))
+        return questions
+
+
+def _question(kind: str, words: Sequence[str], answer: Sequence[str]) -> Question:
+    return Question(kind=kind, words=tuple(words), answer=tuple(answer))
+
+
+def header(number: int) -> list[str]:
+    """What stands above the passage of that number, from 1."""
+    return ["Passage", str(number), ":"]

@@ -1,0 +1,138 @@
+"""Runs variants over questions: resumable, in lockstep on all ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trt_redknot.engine.response import Response
+from trt_redknot.evaluation.arms import ArmRunner
+from trt_redknot.evaluation.frozen import FrozenSet, Question
+from trt_redknot.evaluation.journal import RESULTS, Journal
+from trt_redknot.evaluation.prompts import Cutting, Prompt, make_prompt
+from trt_redknot.evaluation.variants import BASE_ENGINE, Variant
+
+_PROBE_TOKENS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a run would do. `seconds` extrapolates a probe linearly: rows run in both arms, times the probe's speed."""
+
+    records: int
+    pairs: int
+    done: int
+    prompt_tokens: int
+    seconds: float
+    probe_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Variants over questions on one or several engines.
+
+    Attributes:
+        runners: by engine name; all engines have the same tokenizer.
+    """
+
+    frozen: FrozenSet
+    questions: Sequence[Question]
+    variants: Sequence[Variant]
+    runners: Mapping[str, ArmRunner]
+
+    def describe(self) -> dict[str, Any]:
+        """What the results depend on."""
+        return {
+            "records": self.frozen.name,
+            "digest": self.frozen.digest,
+            "questions": len(self.questions),
+            "variants": [variant.to_json() for variant in self.variants],
+            "engines": {
+                name: {
+                    "checkpoint": runner.engine.manifest.checkpoint_fingerprint,
+                    "profile": runner.engine.manifest.profile.digest,
+                    "artifacts": runner.engine.manifest.artifact_format.value,
+                    "dtype": runner.engine.manifest.dtype,
+                }
+                for name, runner in self.runners.items()
+            },
+            "answer_tokens": [self._base.short_tokens, self._base.longer_tokens],
+        }
+
+    def run(self, output: Path, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Fill the journal in `output`; pairs that are in it already are left out. Collective.
+
+        Raises:
+            JournalError: the output is of another run.
+            EvaluationError: a reuse arm recomputed.
+        """
+        collectives = self._base.engine.collectives
+        first = collectives.rank == 0
+        journal = Journal(output / RESULTS, self.describe()) if first else None
+        known = json.dumps([list(key) for key in journal.results] if journal else []).encode()
+        done = {tuple(key) for key in json.loads(collectives.exchange(known)[0])}
+        progress(sum((variant.name, q.record.id) in done for variant in self.variants for q in self.questions))
+        try:
+            for question in self.questions:
+                self._question(question, done, journal, progress)
+        finally:
+            if journal is not None:
+                journal.close()
+
+    def _question(
+        self, question: Question, done: set[tuple[str, ...]], journal: Journal | None, progress: Callable[[int], None]
+    ) -> None:
+        """All variants of one record. The recompute arm runs once for each engine and order of documents."""
+        recomputed: dict[tuple[str, str], Response] = {}
+        for variant in self.variants:
+            if (variant.name, question.record.id) in done:
+                continue
+            runner = self.runners[variant.engine]
+            prompt = self._prompt(question, variant.cutting)
+            key = (variant.engine, variant.cutting.order)
+            if key not in recomputed:
+                recomputed[key] = runner.recompute(prompt, question)
+            reuse = runner.reuse(prompt, question, variant.policy)
+            result = runner.compare(variant.name, question, prompt, reuse, recomputed[key])
+            if journal is not None:
+                journal.append(result)
+            progress(1)
+
+    def workload(self, finished: int) -> Workload:
+        """Records, tokens and an estimate of seconds; runs one short probe of both arms. Collective."""
+        lengths = {
+            (variant.name, question.record.id): len(self._prompt(question, variant.cutting).tokens)
+            for variant in self.variants
+            for question in self.questions
+        }
+        probe, seconds = self._probe()
+        pairs = len(lengths)
+        left = (pairs - finished) / pairs
+        return Workload(
+            records=len(self.questions), pairs=pairs, done=finished, prompt_tokens=sum(lengths.values()),
+            seconds=seconds / probe * sum(lengths.values()) * left, probe_tokens=probe,
+        )  # fmt: skip
+
+    def _probe(self) -> tuple[int, float]:
+        """Tokens and seconds of one short pair, artifact included."""
+        question = min(self.questions, key=lambda question: len(question.record.context))
+        prompt = self._prompt(question, Cutting())
+        tokens = prompt.tokens[:_PROBE_TOKENS]
+        cut = max(1, len(tokens) - 16)
+        short = Prompt(before=(), documents=(tuple(tokens[: cut // 2]), tuple(tokens[cut // 2 : cut])),
+                       after=tuple(tokens[cut:]))  # fmt: skip
+        started = time.perf_counter()
+        self._base.recompute(short, question)
+        self._base.reuse(short, question, self.variants[0].policy)
+        return len(tokens), time.perf_counter() - started
+
+    @property
+    def _base(self) -> ArmRunner:
+        return self.runners[BASE_ENGINE]
+
+    def _prompt(self, question: Question, cutting: Cutting) -> Prompt:
+        return make_prompt(question.record, self._base.tokenizer.encode, cutting)

@@ -1,0 +1,148 @@
+"""A bench's figures as a table and as a page with charts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich.table import Table
+
+from trt_redknot.errors import StoreError
+from trt_redknot.serving.bench.records import Arm, Loop
+from trt_redknot.serving.bench.statistics import ArmFigures, Interval, LevelFigures
+
+_WIDTH, _HEIGHT, _MARGIN = 520, 260, 48
+_COLOURS = {Arm.REUSE: "#1a7f5a", Arm.RECOMPUTE: "#b4472e"}
+
+_Figure = Callable[[ArmFigures], Interval | None]
+
+
+def table(figures: Sequence[LevelFigures], objective: str) -> Table:
+    """One row for an arm at a level. Times in milliseconds."""
+    shown = Table(title=f"times in ms; goodput: requests/s with {objective}")
+    for name in ("level", "arm", "completed", "TTFT p50 (95 %)", "p90", "p99", "TPOT p50", "p99", "latency p50", "p99",
+                 "tokens/s", "goodput", "TTFT ratio (95 %)"):  # fmt: skip
+        shown.add_column(name, justify="left" if name in ("level", "arm") else "right")
+    for level in figures:
+        for arm in level.arms:
+            ratio = _ratio(level) if arm.arm is Arm.REUSE else ""
+            shown.add_row(
+                f"{level.level.loop} {level.level.name}", arm.arm.value, f"{arm.completed}/{arm.sent}",
+                _range(arm.ttft_s, "p50"), _one(arm.ttft_s, "p90"), _one(arm.ttft_s, "p99"), _one(arm.tpot_s, "p50"),
+                _one(arm.tpot_s, "p99"), _one(arm.latency_s, "p50"), _one(arm.latency_s, "p99"),
+                f"{arm.tokens_a_second:.1f}", f"{arm.goodput:.2f}", ratio,
+            )  # fmt: skip
+    return shown
+
+
+def _ratio(level: LevelFigures) -> str:
+    ratio = level.ttft_ratio
+    return "none, see below" if ratio is None else f"{ratio.value:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+
+
+def _one(figures: Mapping[str, Interval], name: str) -> str:
+    return f"{figures[name].value * 1e3:.1f}" if name in figures else "-"
+
+
+def _range(figures: Mapping[str, Interval], name: str) -> str:
+    if name not in figures:
+        return "-"
+    found = figures[name]
+    return f"{found.value * 1e3:.1f} ({found.low * 1e3:.1f}-{found.high * 1e3:.1f})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A point of a chart with its interval, in the chart's pixels."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One arm in a chart."""
+
+    arm: Arm
+    colour: str
+    marks: tuple[Mark, ...]
+
+    @property
+    def points(self) -> str:
+        return " ".join(f"{mark.x:.1f},{mark.y:.1f}" for mark in self.marks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A figure against the levels, from zero to `top`."""
+
+    title: str
+    unit: str
+    top: float
+    ticks: tuple[tuple[float, str], ...]
+    lines: tuple[Line, ...]
+
+
+def page(figures: Sequence[LevelFigures], header: Mapping[str, object], objective: str) -> str:
+    """An HTML page without outside parts."""
+    environment = Environment(
+        loader=PackageLoader("trt_redknot.serving.bench", "."), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    charts = []
+    for loop in Loop:
+        chosen = [level for level in figures if level.level.loop is loop]
+        if chosen:
+            charts += [
+                _chart(chosen, f"{loop} loop: time to first token, 50 %", "ms", lambda arm: _in_ms(arm.ttft_s, "p50")),
+                _chart(chosen, f"{loop} loop: time to first token, 99 %", "ms", lambda arm: _in_ms(arm.ttft_s, "p99")),
+                _chart(chosen, f"{loop} loop: time a token, 50 %", "ms", lambda arm: _in_ms(arm.tpot_s, "p50")),
+                _chart(chosen, f"{loop} loop: goodput", "requests/s",
+                       lambda arm: Interval(value=arm.goodput, low=arm.goodput, high=arm.goodput)),
+            ]  # fmt: skip
+    return environment.get_template("page.html.jinja").render(
+        figures=figures, header=header, objective=objective, charts=charts, width=_WIDTH, height=_HEIGHT,
+        margin=_MARGIN, ratio=_ratio, one=_one, span=_range, colours=_COLOURS,
+    )  # fmt: skip
+
+
+def write_page(path: Path, content: str) -> None:
+    """Raises StoreError where the page cannot be written."""
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"the page cannot be written: {error.strerror or error}", path=path) from error
+
+
+def _in_ms(figures: Mapping[str, Interval], name: str) -> Interval | None:
+    found = figures.get(name)
+    if found is None:
+        return None
+    return Interval(value=found.value * 1e3, low=found.low * 1e3, high=found.high * 1e3)
+
+
+def _chart(levels: Sequence[LevelFigures], title: str, unit: str, figure: _Figure) -> Chart:
+    found = [[(index, arm, figure(arm)) for index, level in enumerate(levels) for arm in level.arms if arm.arm is kind]
+             for kind in Arm]  # fmt: skip
+    known = [value.high for line in found for _, _, value in line if value is not None]
+    top = max(known, default=0.0) or 1.0
+    step = (_WIDTH - 2 * _MARGIN) / max(1, len(levels) - 1)
+
+    def height(value: float) -> float:
+        return _HEIGHT - _MARGIN - (_HEIGHT - 2 * _MARGIN) * value / top
+
+    lines = []
+    for line in found:
+        marks = tuple(
+            Mark(x=_MARGIN + step * index, y=height(value.value), low=height(value.low), high=height(value.high),
+                 label=f"{arm.arm}: {value.value:.4g} {unit}")
+            for index, arm, value in line if value is not None
+        )  # fmt: skip
+        lines.append(Line(arm=line[0][1].arm, colour=_COLOURS[line[0][1].arm], marks=marks))
+    ticks = tuple((_MARGIN + step * index, level.level.name) for index, level in enumerate(levels))
+    return Chart(title=title, unit=unit, top=top, ticks=ticks, lines=tuple(lines))

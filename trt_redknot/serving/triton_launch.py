@@ -1,0 +1,185 @@
+"""`run/serve_triton.sh`: checks the settings, fills in a model repository, starts Triton, and stays until it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from trt_redknot.cli.command import run_command
+from trt_redknot.engine.manifest import read_manifest
+from trt_redknot.errors import ConfigError, LaunchError
+from trt_redknot.launch import find_mpirun, mpirun_environment
+from trt_redknot.serving.triton_install import TritonInstall, find_triton
+from trt_redknot.serving.triton_repository import MODEL, write_repository
+
+_PR_SET_PDEATHSIG = 1
+# mpirun ends a broken job with SIGTERM, and after so many seconds with SIGKILL: time for Triton to answer what is open.
+_JOB_END_S = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoints:
+    """Where the server listens."""
+
+    host: str
+    http: int
+    grpc: int
+    metrics: int
+
+
+def server_command(
+    install: TritonInstall, repository: Path, endpoints: Endpoints, *, exit_timeout_s: int, extra: Sequence[str] = ()
+) -> list[str]:
+    """tritonserver with every setting that matters here."""
+    return [
+        str(install.server),
+        f"--model-repository={repository}",
+        f"--backend-directory={install.backends}",
+        f"--http-address={endpoints.host}",
+        f"--grpc-address={endpoints.host}",
+        f"--metrics-address={endpoints.host}",
+        f"--http-port={endpoints.http}",
+        f"--grpc-port={endpoints.grpc}",
+        f"--metrics-port={endpoints.metrics}",
+        # Explicit control is what allows a model to be unloaded and loaded again while the server runs.
+        "--model-control-mode=explicit",
+        f"--load-model={MODEL}",
+        "--disable-auto-complete-config",
+        "--strict-readiness=true",
+        f"--exit-timeout-secs={exit_timeout_s}",
+        *extra,
+    ]
+
+
+def leader_command(server: Sequence[str], install: TritonInstall, world_size: int) -> list[str]:
+    """mpirun with the server as rank 0 and a worker for every other rank."""
+    flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    command = [str(find_mpirun()), *flags, "-n", "1", *server]
+    if world_size > 1:
+        worker = [str(install.interpreter), "-m", "mpi4py", "-m", "trt_redknot.serving", "worker"]
+        command += [":", "-n", str(world_size - 1), *worker]
+    return command
+
+
+def run_until_ended(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a server to its end: signals to end go to it, and it is ended when this process dies.
+
+    Returns:
+        its exit status; 128 + the signal where one ended it.
+
+    Raises:
+        LaunchError: it cannot be started.
+    """
+    try:
+        process = subprocess.Popen(
+            command, env=dict(environment), stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent()
+        )
+    except OSError as error:
+        raise LaunchError(f"the server cannot be started: {error.strerror or error}", path=command[0]) from error
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(signal.SIGTERM)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return status if status >= 0 else 128 - status
+
+
+def _die_with_parent() -> Callable[[], None]:
+    # Looked up before the fork: between fork and exec nothing may be loaded.
+    prctl = ctypes.CDLL(None).prctl
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    return prepare
+
+
+def _settings(pairs: Sequence[str]) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise ConfigError("a setting is ill-formed", expected="NAME=VALUE", found=pair)
+        values[name] = value
+    return values
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="""\b
+Examples:
+  run/serve_triton.sh --engine engine --store store
+  run/serve_triton.sh --engine engine --store store --mode leader --set max_batch=16 --set missing=build
+  run/serve_triton.sh --engine engine --store store --dry-run
+The settings, both modes and their limits are in docs/serving.md.
+""",
+)
+@click.option("--engine", type=click.Path(path_type=Path), required=True, help="Engine folder.")
+@click.option("--store", type=click.Path(path_type=Path), required=True, help="Artifact store.")
+@click.option("--mode", type=click.Choice(["orchestrator", "leader"]), default="orchestrator", show_default=True,
+              help="Who starts the ranks: the model, or mpirun around the server.")  # fmt: skip
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the service. Repeatable.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--http-port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option("--grpc-port", type=click.IntRange(1, 65535), default=8001, show_default=True)
+@click.option("--metrics-port", type=click.IntRange(1, 65535), default=8002, show_default=True)
+@click.option("--exit-timeout-s", type=click.IntRange(0), default=20, show_default=True,
+              help="Seconds open requests get when the server is told to end.")  # fmt: skip
+@click.option("--server", type=click.Path(path_type=Path), help="tritonserver; left out: found.")
+@click.option("--backends", type=click.Path(path_type=Path), help="Triton's folder of backends; left out: beside it.")
+@click.option("--repository", type=click.Path(path_type=Path), help="Keep the filled-in model repository here.")
+@click.option("--dry-run", is_flag=True, help="Print the command and the repository, start nothing.")
+@click.argument("extra", nargs=-1, type=click.UNPROCESSED)
+def serve(
+    engine: Path, store: Path, mode: str, settings: tuple[str, ...], host: str, http_port: int, grpc_port: int,
+    metrics_port: int, exit_timeout_s: int, server: Path | None, backends: Path | None, repository: Path | None,
+    dry_run: bool, extra: tuple[str, ...],
+) -> int:  # fmt: skip
+    """Serve an engine from Triton Inference Server until a signal ends it. EXTRA (after --) goes to tritonserver."""
+    manifest, _ = read_manifest(engine)
+    install = find_triton(server, backends)
+    named = _settings(settings)
+    parameters = {
+        "mode": mode, "engine": str(engine.resolve()), "store": str(store.resolve()),
+        "world_size": str(manifest.tp_size),
+    }  # fmt: skip
+    if repeated := sorted(set(named) & set(parameters)):
+        raise ConfigError("a setting has an option of its own", found=", ".join(repeated))
+    kept = repository is not None and not dry_run
+    folder = repository if repository is not None and kept else Path(tempfile.mkdtemp(prefix="redknot-models-"))
+    try:
+        write_repository(folder.resolve(), named | parameters)
+        endpoints = Endpoints(host=host, http=http_port, grpc=grpc_port, metrics=metrics_port)
+        command = server_command(install, folder.resolve(), endpoints, exit_timeout_s=exit_timeout_s, extra=extra)
+        if mode == "leader":
+            command = leader_command(command, install, manifest.tp_size)
+        if dry_run:
+            print(shlex.join(command))
+            print((folder / MODEL / "config.pbtxt").read_text(encoding="utf-8"), end="")
+            return 0
+        environment = install.environment(mpirun_environment(os.environ))
+        environment["PRTE_MCA_odls_base_sigkill_timeout"] = str(_JOB_END_S)
+        return run_until_ended(command, environment)
+    finally:
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    run_command(lambda: serve.main(prog_name="run/serve_triton.sh", standalone_mode=False))

@@ -71,7 +71,7 @@ def response_of(
         ledgers=ledgers(geometry, profile, plan, "full", histogram if admitted else ()),
         k_histogram=histogram if admitted else [],
         timings=Timings(ttft_s=ttft_s, prefill_s=ttft_s / 2, decode_s=0.25, admission_s=0.01, stages={"leading": 0.5}),
-        bytes_by_tier={"disk": 1234567},
+        bytes_by_tier={"host": 1234567},
         request_id="request-1",
     )
     return Response(tokens=tokens, first_logits=logits, finish_reason="length", report=report, plan=plan)

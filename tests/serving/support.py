@@ -127,8 +127,9 @@ class Theatre:
 
     def until(self, condition: Callable[[], bool], *, tick_s: float = 0.0) -> None:
         """Take turns until something is so; each adds to the time."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 60
         while not condition():
+            assert self.conductor.scheduler.jobs, "everything is over, and what was waited for has not happened"
             if not self.turn():
                 time.sleep(0.001)
             self.now += tick_s

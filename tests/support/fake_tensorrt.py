@@ -1,7 +1,7 @@
 """TensorRT's runtime as its API promises to behave, without TensorRT: wrong calls fail the test, right ones compute.
 
-A fake plan's bytes are the name of the plan. What an enqueue computes is handed in; inputs and outputs travel by address
-only, as they do on a device.
+A fake plan's bytes are the name of the plan. What an enqueue computes is handed in; inputs and outputs travel by
+address only, as they do on a device.
 """
 
 from __future__ import annotations
@@ -163,9 +163,7 @@ class Engine:
         return Context(self, strategy)
 
 
-def fake_module(
-    specs: tuple[PlanSpec, ...], limits: PlanLimits, compute: Compute, journal: Journal
-) -> Any:
+def fake_module(specs: tuple[PlanSpec, ...], limits: PlanLimits, compute: Compute, journal: Journal) -> Any:
     """A module that opens the plans of `specs`."""
     named = {spec.kind.name: spec for spec in specs}
 

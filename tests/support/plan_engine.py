@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,15 @@ import torch
 from tests.support.interpreter import Interpreter
 from tests.support.networks import NetworkOptions, network, write_network
 from trt_redknot import Engine
-from trt_redknot.collectives import from_communicator
-from trt_redknot.engine.loading import load_rank
+from trt_redknot.collectives import Collectives, from_communicator
+from trt_redknot.engine.loading import LoadedRank, load_rank
 from trt_redknot.engine.tensorrt.build import fp8_experts, plan_specs
-from trt_redknot.engine.tensorrt.execution import PlanBackend
+from trt_redknot.engine.tensorrt.execution import PlanBackend, PlanRuntime
 from trt_redknot.engine.tensorrt.platform import Platform
 from trt_redknot.engine.tensorrt.profiles import PlanLimits
-from trt_redknot.engine.tensorrt.specification import PlanFormat
+from trt_redknot.engine.tensorrt.running import aligned
+from trt_redknot.engine.tensorrt.specification import PlanFormat, PlanSpec
+from trt_redknot.model.layers import Weights
 from trt_redknot.ops.cuda.moe import quantise_weight
 from trt_redknot.ops.tensorrt.experts import EXPERT_BLOCK
 
@@ -42,16 +45,45 @@ def write_plan_network(directory: Path, seed: int) -> Path:
     return write_network(model, directory)
 
 
-def open_by_plans(directory: Path, comm: Intracomm | None, platform: Platform) -> tuple[Engine, Interpreter]:
-    """This rank of the engine in `directory`, its stages run by plans. Collective."""
+@dataclass(frozen=True, kw_only=True)
+class PlanFiles:
+    """A rank of an engine whose stages plans can run.
+
+    Attributes:
+        layers, shared: its weights as plans read them, at addresses that TensorRT takes.
+    """
+
+    loaded: LoadedRank
+    layers: list[Weights]
+    shared: Weights
+    collectives: Collectives
+    specs: tuple[PlanSpec, ...]
+    limits: PlanLimits
+
+    def engine(self, runtime: PlanRuntime) -> Engine:
+        """The engine, its plans run by `runtime`."""
+        return Engine(
+            self.loaded.manifest, self.loaded.geometry, self.layers, self.shared, self.collectives,
+            self.loaded.device, plans=PlanBackend(specs=self.specs, limits=self.limits, runtime=runtime),
+        )  # fmt: skip
+
+    def interpreter(self, platform: Platform) -> Interpreter:
+        return Interpreter(platform, self.specs, self.limits, self.collectives, self.loaded.manifest.torch_dtype)
+
+
+def load_for_plans(directory: Path, comm: Intracomm | None) -> PlanFiles:
+    """This rank of the torch engine in `directory`."""
     collectives = from_communicator(comm)
     loaded = load_rank(directory, collectives.rank, collectives.size, torch.device("cpu"), verify=False)
-    specs = plan_specs(loaded.geometry, world=collectives.size, format=PlanFormat())
-    manifest = loaded.manifest
-    limits = PlanLimits(chunk_rows=manifest.chunk_rows, max_length=512, decode_rows=2)
-    interpreter = Interpreter(platform, specs, limits, collectives, manifest.torch_dtype)
-    engine = Engine(
-        manifest, loaded.geometry, [fp8_experts(dict(layer)) for layer in loaded.layers], loaded.shared, collectives,
-        loaded.device, plans=PlanBackend(specs=specs, limits=limits, runtime=interpreter),
-    )  # fmt: skip
-    return engine, interpreter
+    return PlanFiles(
+        loaded=loaded,
+        layers=[_aligned(fp8_experts(dict(layer))) for layer in loaded.layers],
+        shared=_aligned(loaded.shared),
+        collectives=collectives,
+        specs=plan_specs(loaded.geometry, world=collectives.size, format=PlanFormat()),
+        limits=PlanLimits(chunk_rows=loaded.manifest.chunk_rows, max_length=512, decode_rows=2),
+    )
+
+
+def _aligned(tensors: Weights) -> Weights:
+    return {name: aligned(tensor) for name, tensor in tensors.items()}

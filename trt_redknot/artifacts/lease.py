@@ -133,6 +133,10 @@ class Lease:
         spec = PartSpec(part=part, layer=layer, shape=())
         return self._file(self._path_of(part, layer), nothing_between).tensor(tensor_name(spec))
 
+    def count(self, tier: Tier, bytes: int) -> None:
+        """Tell the store's events of bytes that were taken from an engine's tier instead of the memory map."""
+        self._events.moved(tier, bytes)
+
     def check(self, part: Part, layer: int | None, between: Callable[[], None] = nothing_between) -> None:
         """Verify the file that holds a tensor now, as `verify` does for all; later reads of it find it checked."""
         self._file(self._path_of(part, layer), between)

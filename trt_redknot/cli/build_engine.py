@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
+import torch
 
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.checkpoint import Checkpoint
@@ -143,7 +144,7 @@ Examples:
                     opened, split, output, options, plans, collectives, platform, progress=advance
                 )
         if plan_choices["verify"]:
-            verify_plans(out, output, platform(), collectives)
+            verify_plans(out, output, platform(), collectives, torch.device("cuda", torch.cuda.current_device()))
         if as_json:
             out.json(
                 {"engine": str(output), "tp_size": manifest.tp_size, "checkpoint": manifest.checkpoint_fingerprint}

@@ -79,16 +79,16 @@ def plan_options(
     )
 
 
-def verify_plans(out: Output, output: Path, platform: Platform, collectives: Collectives) -> None:
+def verify_plans(out: Output, output: Path, platform: Platform, collectives: Collectives, device: torch.device) -> None:
     """Run the plans of a built engine on random inputs and show their errors, the largest of any rank. Collective.
 
     Args:
         collectives: of tensors on the CPU.
+        device: this rank's GPU.
 
     Raises:
         EngineError: a plan cannot be opened or run, or gives something else than the reference backend; on all ranks.
     """
-    device = torch.device("cuda", torch.cuda.current_device())
     opened: OpenedPlans | None = None
     failure: RedKnotError | None = None
     try:

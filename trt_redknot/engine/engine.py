@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
@@ -36,6 +36,7 @@ from trt_redknot.engine.tiles import TileOptions, Tiles
 from trt_redknot.engine.walk import LayerWalk
 from trt_redknot.errors import EngineError, RedKnotError, RequestError, TooLongError
 from trt_redknot.model.layers import Weights
+from trt_redknot.ops.reference.backend import ReferenceOps
 from trt_redknot.partition import even_split
 from trt_redknot.request.layout import check_length, check_request, check_token_ids, lay_out
 from trt_redknot.request.request import Artifact, Request
@@ -60,6 +61,7 @@ class Engine:
         device: torch.device,
         tiles: TileOptions | None = None,
         plans: PlanBackend | None = None,
+        watch: Callable[[ReferenceOps], ReferenceOps] | None = None,
     ) -> None:
         self.manifest = manifest
         self.geometry = geometry
@@ -69,6 +71,8 @@ class Engine:
             form=manifest.artifact_format,
         )  # fmt: skip
         ops = ops_for(device, manifest, geometry, collectives)
+        if watch is not None:
+            ops = watch(ops)
         self._ropes = RopeTables(geometry, manifest.torch_dtype, device)
         experts = even_split(geometry.experts, collectives.size)[collectives.rank]
         stages = stages_for(geometry, layers, shared, self._ropes, ops, plans)
@@ -104,6 +108,7 @@ class Engine:
         verify: bool = True,
         device: str | None = None,
         tiles: TileOptions | None = None,
+        watch: Callable[[ReferenceOps], ReferenceOps] | None = None,
     ) -> Engine:
         """Load this rank's part of an engine directory.
 
@@ -114,6 +119,7 @@ class Engine:
                 kernels serve bfloat16 engines on a GPU; anything else runs the torch references there. Ranks with a GPU
                 each exchange rows over NCCL. Left out: "cuda" for engines of the tensorrt backend, else "cpu".
             tiles: how artifacts reach the device; left out: read ahead to a GPU, read in place on the host.
+            watch: gets this rank's ops and returns what runs in their place, to see what passes through them.
 
         Raises:
             EngineError: no engine, altered, of another backend, built for another number of ranks, or not the same
@@ -139,8 +145,9 @@ class Engine:
         data_plane = connect(collectives, loaded.device)
         plans = None if loaded.plans is None else start_plans(loaded.plans, data_plane, loaded.device)
         return cls(
-            loaded.manifest, loaded.geometry, loaded.layers, loaded.shared, data_plane, loaded.device, tiles, plans
-        )
+            loaded.manifest, loaded.geometry, loaded.layers, loaded.shared, data_plane, loaded.device, tiles, plans,
+            watch,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def build_artifact(self, store: ArtifactStore, token_ids: Sequence[int], *, rebuild: bool = False) -> str:

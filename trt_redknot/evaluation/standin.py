@@ -28,6 +28,7 @@ from trt_redknot.engine.walk import LayerWalk
 from trt_redknot.evaluation.metering import Clock, MeteredOps
 from trt_redknot.model.layers import Weights
 from trt_redknot.model.weights import split_heads
+from trt_redknot.observability.events import Tier
 from trt_redknot.ops.cuda.backend import CudaOps
 from trt_redknot.ops.interface import Ops
 from trt_redknot.ops.reference.backend import ReferenceOps
@@ -120,6 +121,9 @@ class StandInArtifact:
     def codec(self, part: Part) -> TensorCodec:
         g = self._geometry
         return TensorCodec(part=part, format=self._form, width=self._widths.get(part, g.head_dim), rope_dim=g.rope_dim)
+
+    def count(self, tier: Tier, bytes: int) -> None:
+        return None
 
     def raw(self, part: Part, layer: int | None) -> torch.Tensor:
         stored = self._stored[part]

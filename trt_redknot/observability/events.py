@@ -22,10 +22,12 @@ class Purpose(StrEnum):
 
 
 class Tier(StrEnum):
-    """Where artifact bytes come from. DISK: files of the store. HOST, DEVICE: memory that holds them already."""
+    """Where artifact bytes come from. DISK: files read and hashed. HOST: stored rows handed out of the memory map.
+    PINNED, DEVICE: an engine's tiers of host and device memory."""
 
     DISK = "disk"
     HOST = "host"
+    PINNED = "pinned"
     DEVICE = "device"
 
 

@@ -121,8 +121,8 @@ class Report:
         k_histogram: index k is the number of (row, layer) pairs of the reusable, learned-router layers that ran k
             routed experts in the prefill; empty when no such layer ran.
         timings: the fourth ledger.
-        bytes_by_tier: artifact bytes moved, by where they were found (``disk``: the store's files, ``host`` and
-            ``device``: memory that held them), summed over the ranks.
+        bytes_by_tier: artifact bytes taken, by where they were found (``host``: the memory map of the store's verified
+            files, ``pinned`` and ``device``: the engine's tiers), summed over the ranks.
         request_id: the caller's name for the request.
     """
 

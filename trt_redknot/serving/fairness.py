@@ -31,6 +31,10 @@ class FairQueue(Generic[Item]):
         return len(self._served)
 
     def put(self, tenant: str, item: Item) -> None:
+        if not self._waiting:
+            # Whatever was served before, nobody had to wait for it.
+            self._level = max(self._served.values(), default=self._level)
+            self._forget()
         if tenant not in self._waiting:
             self._waiting[tenant] = deque()
             self._served[tenant] = max(self._served.get(tenant, 0.0), self._level)

@@ -13,7 +13,7 @@ import torch
 
 from tests.engine.ranks.job import make_engine, start
 from tests.engine.ranks.scenario import Scenario, answer_all, make_scenario
-from tests.support.plan_engine import OPTIONS, open_by_plans, write_plan_network
+from tests.support.plan_engine import OPTIONS, load_for_plans, write_plan_network
 from trt_redknot import ArtifactStore
 from trt_redknot.engine.tensorrt.platform import Platform
 from trt_redknot.engine.tensorrt.profiles import Phase
@@ -38,6 +38,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder, seed = tmp_path_factory.mktemp("reference"), random.randrange(2**31)
     checkpoint = write_plan_network(folder / "checkpoint", seed)
     scenario = make_scenario(seed, OPTIONS.vocab)
+    # A single row; a request that omits rows to the end; a batch of both arms that is decoded together.
+    scenario["batches"] = [scenario["batches"][index] for index in (0, 3, 5)]
     engine = make_engine(checkpoint, folder / "engine", None, chunk_rows=1000)
     answers = answer_all(engine, ArtifactStore(folder / "store"), scenario)
     return Reference(checkpoint=checkpoint, seed=seed, scenario=scenario, answers=answers)
@@ -56,8 +58,9 @@ def test_plans_answer_like_ops(reference: Reference, platform: Platform, tmp_pat
     """Both arms, documents made by plans, chunks with rows of one class or of both, decoding of several sequences."""
     chunk_rows = random.randrange(6, 30)
     make_engine(reference.checkpoint, tmp_path / "engine", None, chunk_rows=chunk_rows)
-    engine, interpreter = open_by_plans(tmp_path / "engine", None, platform)
-    found = answer_all(engine, ArtifactStore(tmp_path / "store"), reference.scenario)
+    files = load_for_plans(tmp_path / "engine", None)
+    interpreter = files.interpreter(platform)
+    found = answer_all(files.engine(interpreter), ArtifactStore(tmp_path / "store"), reference.scenario)
     assert {answer["arm"] for answer in found} == {"reuse", "recompute"}
     assert {row for answer in found for row in answer["classes"]} == {0, 1, 2}
     assert_same(reference, found, f"{chunk_rows} rows a chunk")
@@ -69,11 +72,11 @@ def test_plans_answer_like_ops(reference: Reference, platform: Platform, tmp_pat
 def test_plans_of_two_ranks_answer_like_ops_of_one(reference: Reference, tmp_path: Path) -> None:
     """Few rows a chunk, so that ranks own unequally many, and some own none."""
     task = {
-        "checkpoint": str(reference.checkpoint), "chunk_rows": random.randrange(5, 12), "scenario": reference.scenario,
+        "checkpoint": str(reference.checkpoint), "chunk_rows": random.randrange(7, 12), "scenario": reference.scenario,
     }  # fmt: skip
     finished = start(2, "plan_answers", tmp_path, task, timeout_s=JOB_TIMEOUT_S)
     assert finished.returncode == 0, finished.stderr
     found = json.loads((tmp_path / "answers.json").read_text(encoding="utf-8"))
     assert len({own["digest"] for own in found["ranks"]}) == 1, "the ranks answer differently"
-    assert found["ranks"][0]["runs"] == found["ranks"][1]["runs"], "the ranks ran other plans"
+    assert found["ranks"][0]["runs"] == found["ranks"][1]["runs"], "the ranks met in other plans"
     assert_same(reference, found["answers"], f"{task['chunk_rows']} rows a chunk")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,32 +12,38 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fake_tensorrt import Engine as FakeEngine
+from tests.support.fake_tensorrt import Journal, fake_module
 from tests.support.plans import cpu_platform, specs
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.digests import digest_file
-from trt_redknot.engine.manifest import EngineFile, EngineManifest, EngineRank, geometry_to_json
+from trt_redknot.engine.manifest import EngineFile, EngineManifest, EngineRank, PlanRecord, geometry_to_json
 from trt_redknot.engine.tensorrt.build import plan_path
-from trt_redknot.engine.tensorrt.opening import check_io, open_plans
+from trt_redknot.engine.tensorrt.opening import check_io, check_profiles, open_plans
 from trt_redknot.engine.tensorrt.platform import Platform
-from trt_redknot.engine.tensorrt.profiles import Phase
-from trt_redknot.engine.tensorrt.running import LoadedPlan, bind_sizes, empty_outputs
+from trt_redknot.engine.tensorrt.profiles import PlanLimits
+from trt_redknot.engine.tensorrt.running import bind_sizes
 from trt_redknot.engine.tensorrt.specification import PlanSpec
 from trt_redknot.errors import EngineError
-from trt_redknot.ops.tensorrt.tensors import Extent, Size, network_dims
+from trt_redknot.ops.tensorrt.tensors import Extent, Size
 
+RECORD = PlanRecord(decode_rows=2, segments=9, packed_cache=False, packed_local=False, collectives="none")
+LIMITS = PlanLimits(chunk_rows=32, max_length=64, decode_rows=2, segments=9)
 SIZES = {extent: 3 + index for index, extent in enumerate(Extent)} | {Extent.ROWS: 9, Extent.RESTORED_ROWS: 2}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int32": torch.int32,
           "int64": torch.int64}  # fmt: skip
 
 
-def manifest_of(platform: Platform, directory: Path) -> EngineManifest:
-    """An engine directory whose plans are files that no TensorRT takes."""
+def manifest_of(
+    platform: Platform, directory: Path, content: Callable[[PlanSpec], str] = lambda spec: f"no plan: {spec.kind.name}"
+) -> EngineManifest:
+    """An engine directory whose plans are files that no TensorRT takes, if nothing else is said."""
     (directory / "plans").mkdir(parents=True)
     files = []
     for spec in specs("nano", world=1):
         path = directory / plan_path(spec)
-        path.write_bytes(b"no plan: " + spec.kind.name.encode())
+        path.write_text(content(spec))
         files.append(EngineFile(path=plan_path(spec), bytes=path.stat().st_size, digest=digest_file(path)))
     g = specs("nano")[0].geometry
     profile = SplitProfile.default(g)
@@ -44,7 +51,7 @@ def manifest_of(platform: Platform, directory: Path) -> EngineManifest:
         format_version=2, backend="tensorrt", geometry=geometry_to_json(g), geometry_digest=g.digest, profile=profile,
         profile_digest=profile.digest, checkpoint_fingerprint="of a checkpoint", dtype="bfloat16",
         artifact_format=ArtifactFormat.BFLOAT16, tp_size=1, max_length=64, chunk_rows=32,
-        versions={"tensorrt": platform.version}, gpu=platform.gpu, plugin_build=platform.plugin_build,
+        versions={"tensorrt": platform.version}, gpu=platform.gpu, plugin_build=platform.plugin_build, plans=RECORD,
         ranks=(EngineRank(rank=0, files=tuple(files)),), tokenizer_files=(),
     )  # fmt: skip
 
@@ -102,54 +109,6 @@ def test_what_tensorrt_does_not_load_is_named(platform: Platform, tmp_path: Path
     assert str(error.path).endswith("plans/embed.plan")
 
 
-class FakeEngine:
-    """Says what a plan's inputs and outputs are, and notes what is run."""
-
-    def __init__(self, module: Any, spec: PlanSpec) -> None:
-        tensors = [("INPUT", tensor) for tensor in spec.inputs] + [("OUTPUT", tensor) for tensor in spec.outputs]
-        self.tensors = {
-            tensor.name: (getattr(module.TensorIOMode, mode), tensor.type.of(module), list(network_dims(tensor.shape)))
-            for mode, tensor in tensors
-        }
-        self.num_io_tensors = len(tensors)
-        self.profiles: list[tuple[int, int]] = []
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.addresses: dict[str, int] = {}
-        self.streams: list[int] = []
-        self.largest = 2**40
-
-    def get_tensor_name(self, index: int) -> str:
-        return list(self.tensors)[index]
-
-    def get_tensor_mode(self, name: str) -> Any:
-        return self.tensors[name][0]
-
-    def get_tensor_dtype(self, name: str) -> Any:
-        return self.tensors[name][1]
-
-    def get_tensor_shape(self, name: str) -> Any:
-        return self.tensors[name][2]
-
-    def create_execution_context(self) -> FakeEngine:
-        return self
-
-    def set_optimization_profile_async(self, index: int, stream: int) -> bool:
-        self.profiles.append((index, stream))
-        return True
-
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self.shapes[name] = shape
-        return max(shape) <= self.largest
-
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        self.addresses[name] = address
-        return True
-
-    def execute_async_v3(self, stream: int) -> bool:
-        self.streams.append(stream)
-        return True
-
-
 def attend() -> PlanSpec:
     return next(spec for spec in specs("nano") if spec.kind.name == "attend-csa")
 
@@ -164,36 +123,50 @@ def inputs(spec: PlanSpec) -> dict[str, torch.Tensor]:
     }
 
 
+def fake_engine(spec: PlanSpec, limits: PlanLimits = LIMITS) -> Any:
+    """An engine of the fake TensorRT, and a platform that opens it."""
+    return FakeEngine(spec, limits, lambda plan, inputs: {}, Journal())
+
+
 @pytest.mark.parametrize("spec", specs("nano"), ids=lambda spec: spec.kind.name)
 def test_inputs_and_outputs_of_a_plan_are_compared_with_the_specification(
     platform: Platform, tmp_path: Path, spec: PlanSpec
 ) -> None:
-    engine: Any = FakeEngine(platform.module, spec)
-    check_io(engine, spec, platform, tmp_path)
-    name = spec.outputs[0].name
-    engine.tensors[name][2][-1] += 8
-    with pytest.raises(EngineError, match=f"tensor '{name}' of the plan is not as specified"):
-        check_io(engine, spec, platform, tmp_path)
+    module = fake_module((spec,), LIMITS, lambda plan, inputs: {}, Journal())
+    fake = dataclasses.replace(platform, module=module)
+    engine = fake_engine(spec)
+    check_io(engine, spec, fake, tmp_path)
+    output = spec.outputs[0]
+    last = output.shape[-1]
+    wrong = Size(extent=Extent.SEGMENTS) if isinstance(last, int) else 7
+    engine.tensors[output.name] = dataclasses.replace(output, shape=(*output.shape[:-1], wrong))
+    with pytest.raises(EngineError, match=f"tensor '{output.name}' of the plan is not as specified"):
+        check_io(engine, spec, fake, tmp_path)
 
 
-def test_a_plan_is_run_with_the_shapes_and_addresses_of_its_tensors(platform: Platform) -> None:
-    spec = attend()
-    engine: Any = FakeEngine(platform.module, spec)
-    plan, tensors = LoadedPlan(spec, engine), inputs(spec)
-    sizes = bind_sizes(spec, tensors)
-    assert sizes[Extent.FULL_ROWS] == SIZES[Extent.ROWS] - SIZES[Extent.RESTORED_ROWS]
-    outputs = empty_outputs(spec, sizes, torch.device("cpu"))
-    assert outputs["local"].shape[0] == sizes[Extent.FULL_ROWS]
-    for phase in (Phase.PREFILL, Phase.DECODE, Phase.DECODE):
-        plan.run(phase, tensors, outputs, 77)
-    assert engine.profiles == [(0, 77), (1, 77)]
-    assert engine.streams == [77, 77, 77]
-    assert engine.addresses == {name: tensor.data_ptr() for name, tensor in (tensors | outputs).items()}
-    dynamic = {t.name for t in spec.inputs if any(isinstance(size, Size) for size in t.shape)}
-    assert engine.shapes == {name: tuple(tensors[name].shape) for name in dynamic}
-    engine.largest = 8
-    with pytest.raises(EngineError, match=r"was not built for this size.*--chunk-rows"):
-        plan.run(Phase.DECODE, tensors, outputs, 77)
+@pytest.mark.parametrize("spec", specs("nano"), ids=lambda spec: spec.kind.name)
+def test_profiles_of_a_plan_are_compared_with_the_limits(tmp_path: Path, spec: PlanSpec) -> None:
+    check_profiles(fake_engine(spec), spec, LIMITS, tmp_path)
+    wider = dataclasses.replace(LIMITS, chunk_rows=64, decode_rows=128, max_length=4096)
+    with pytest.raises(EngineError, match="of the plan has another range for prefill"):
+        check_profiles(fake_engine(spec), spec, wider, tmp_path)
+    engine = fake_engine(spec)
+    engine.num_optimization_profiles = 1
+    with pytest.raises(EngineError, match="another number of optimization profiles, expected 2, found 1"):
+        check_profiles(engine, spec, LIMITS, tmp_path)
+
+
+def test_a_sound_engine_opens_with_the_limits_of_its_manifest(platform: Platform, tmp_path: Path) -> None:
+    plans = specs("nano", world=1)
+    fake = dataclasses.replace(platform, module=fake_module(plans, LIMITS, lambda plan, inputs: {}, Journal()))
+    manifest = manifest_of(fake, tmp_path, content=lambda spec: spec.kind.name)
+    (tmp_path / "engine.json").write_bytes(manifest.encode())
+    opened = open_plans(tmp_path, fake)
+    assert opened.specs == plans
+    assert opened.limits == LIMITS
+    (tmp_path / "engine.json").write_bytes(manifest.model_copy(update={"plans": None}).encode())
+    with pytest.raises(EngineError, match="manifest key 'plans' is missing"):
+        open_plans(tmp_path, fake)
 
 
 @pytest.mark.parametrize(

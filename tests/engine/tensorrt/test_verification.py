@@ -8,11 +8,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from tests.artifacts.support import together
 from tests.support.plans import BFLOAT16, PACKED, specs
+from trt_redknot.collectives import Collectives, LocalCollectives
 from trt_redknot.engine.tensorrt.running import bind_sizes
 from trt_redknot.engine.tensorrt.samples import PlanSample
-from trt_redknot.engine.tensorrt.specification import PlanSpec
-from trt_redknot.engine.tensorrt.verification import needs_other_ranks, reference_outputs, verify_plan
+from trt_redknot.engine.tensorrt.specification import PlanSpec, needs_other_ranks
+from trt_redknot.engine.tensorrt.verification import OutputError, reference_outputs, verify_plan, worst
 from trt_redknot.ops.reference.packing import pack_latents, pack_rows
 from trt_redknot.ops.tensorrt.tensors import ElementType
 
@@ -28,13 +30,14 @@ PLANS = [
 class Rounding:
     """Runs a plan as the reference in bf16, and stores what a plan stores."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, collectives: Collectives | None = None) -> None:
         self.seed = seed
+        self.collectives = collectives or LocalCollectives()
 
     def __call__(self, spec: PlanSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        sample = PlanSample(spec, self.seed)
+        sample = PlanSample(spec, self.seed, rank=self.collectives.rank)
         assert all(torch.equal(sample.tensors[name], tensor) for name, tensor in tensors.items())
-        outputs = reference_outputs(sample, torch.bfloat16)
+        outputs = reference_outputs(sample, torch.bfloat16, self.collectives)
         for tensor in spec.outputs:
             if tensor.type is ElementType.INT8:
                 values = outputs[tensor.name]
@@ -84,3 +87,47 @@ def test_nan_and_wrong_shapes_do_not_pass() -> None:
 
     for run in (empty, poisoned):
         assert not any(error.passed for error in verify_plan(spec, run, seed=seed))
+
+
+@pytest.mark.parametrize(
+    "spec", [spec for spec in specs("nano", world=2) if needs_other_ranks(spec)], ids=lambda spec: spec.kind.name
+)
+def test_plans_with_collectives_are_verified_by_all_ranks_together(spec: PlanSpec) -> None:
+    """Every rank has inputs of its own, and what is wrong on one rank is seen by the ranks that get its rows."""
+    seeds = [random.randrange(2**31) for _ in range(2)]
+    wrong = spec.kind.stage == "select"
+
+    def work(ranks: Collectives) -> list[OutputError]:
+        seed = seeds[ranks.rank]
+        return verify_plan(spec, Rounding(seed, ranks), seed=seed, collectives=ranks)
+
+    def spoilt(ranks: Collectives) -> list[OutputError]:
+        seed = seeds[ranks.rank]
+
+        def run(spec: PlanSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            outputs = Rounding(seed, ranks)(spec, tensors)
+            # As if the first rank's rows had not been gathered.
+            name = "selected" if wrong else "mixed"
+            return {**outputs, name: outputs[name].roll(len(outputs[name]) // 2 or 1, 0)}
+
+        return verify_plan(spec, run, seed=seed, collectives=ranks)
+
+    found = together(2, work)
+    assert all(error.passed for errors in found for error in checked(errors)), (seeds, found)
+    assert {error.output for error in checked(found[0])} == {tensor.name for tensor in spec.outputs}
+    merged = worst([checked(errors) for errors in together(2, spoilt)])
+    assert not all(error.passed for error in merged)
+
+
+def checked(errors: object) -> list[OutputError]:
+    assert isinstance(errors, list), errors
+    return errors
+
+
+def test_the_worst_rank_is_what_is_shown() -> None:
+    def errors(*values: float) -> list[OutputError]:
+        return [OutputError(plan="p", output=str(i), error=value, tolerance=0.1) for i, value in enumerate(values)]
+
+    merged = worst([errors(0.0, 0.2, float("nan")), errors(0.05, 0.1, 0.0)])
+    assert [error.error for error in merged[:2]] == [0.05, 0.2]
+    assert not merged[2].passed

@@ -9,6 +9,7 @@ import torch
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry
 from trt_redknot.config.rope import inverse_frequencies
 from trt_redknot.engine.tensorrt.specification import PlanSpec, PlanTensor
+from trt_redknot.engine.tensorrt.stages import Stage
 from trt_redknot.engine.weights import SCALE
 from trt_redknot.ops.cuda.moe import quantise_weight
 from trt_redknot.ops.reference.numerics import rope_table
@@ -40,7 +41,8 @@ class PlanSample:
         self.own_rows = rows = 9
         self._sizes = {
             Extent.OWN_ROWS: rows,
-            Extent.ROWS: rows,
+            # The head runs on few rows in any engine.
+            Extent.ROWS: 2 if spec.kind.stage is Stage.HEAD else rows,
             Extent.RESTORED_ROWS: rows - self.full_rows,
             Extent.RAW_ROWS: length,
             Extent.WRITTEN_ENTRIES: 6,

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from trt_redknot.ops.tensorrt.handle import TensorRT
 
 
+# Whole tensors that all rows of a run read.
+POOLS = frozenset({"latents", "entries", "index_keys", "rope"})
+
+
 class PlanSession:
     """Implements :class:`trt_redknot.engine.tensorrt.execution.PlanRuntime` on a GPU.
 
@@ -84,7 +88,7 @@ class PlanSession:
         loaded = self._plans[plan]
         spec = loaded.spec
         # Rows of a chunk may begin anywhere. Weights and pools are whole tensors: a copy of one would never be meant.
-        fixed = {tensor.name for tensor in spec.inputs if tensor.weight} | _POOLS
+        fixed = {tensor.name for tensor in spec.inputs if tensor.weight} | POOLS
         bound = {name: tensor if name in fixed else aligned(tensor) for name, tensor in tensors.items()}
         sizes = bind_sizes(spec, bound)
         phase = choose_phase(spec, self._ranges[plan], sizes)
@@ -107,6 +111,3 @@ def _refused(found: str) -> EngineError:
         "TensorRT refused the communicator of the ranks", found=found,
         remedy="Build the engine with --collectives plugin.",
     )  # fmt: skip
-
-
-_POOLS = {"latents", "entries", "index_keys", "rope"}

@@ -222,7 +222,7 @@ class ReadAhead:
             found = None if self._nearest is None else self._nearest.find(read.reader, read.part, read.layer)
             if found is not None:
                 layer.places[read.key] = found, True
-                self._moved[Tier.DEVICE] += _stored_bytes(read)
+                self._count(read, Tier.DEVICE, _stored_bytes(read))
                 continue
             tier, stored = self._in_host_memory(read)
             if read.index is not None:
@@ -232,16 +232,20 @@ class ReadAhead:
             place = _carve(slot, offset, stored, stored.shape[0])
             offset += _aligned(place.nbytes)
             self._lane.copy(place, stored)
-            self._moved[tier] += place.nbytes
+            self._count(read, tier, place.nbytes)
             layer.places[read.key] = place, False
+
+    def _count(self, read: Read, tier: Tier, size: int) -> None:
+        self._moved[tier] += size
+        read.reader.count(tier, size)
 
     def _in_host_memory(self, read: Read) -> tuple[Tier, torch.Tensor]:
         if self._host is None:
-            return Tier.DISK, read.reader.raw(read.part, read.layer)
+            return Tier.HOST, read.reader.raw(read.part, read.layer)
         found = self._host.find(read.reader, read.part, read.layer)
         if found is not None:
-            return Tier.HOST, found
-        return Tier.DISK, self._host.keep(read.reader, read.part, read.layer, read.reader.raw(read.part, read.layer))
+            return Tier.PINNED, found
+        return Tier.HOST, self._host.keep(read.reader, read.part, read.layer, read.reader.raw(read.part, read.layer))
 
 
 def _stored_bytes(read: Read) -> int:

@@ -13,6 +13,7 @@ from trt_redknot.engine.tiles.lanes import CopyLane, lane_for
 from trt_redknot.engine.tiles.reads import ArtifactReader, DirectReads, TileSource
 from trt_redknot.engine.tiles.tier import TierUse, TileTier
 from trt_redknot.errors import ConfigError
+from trt_redknot.observability.events import Tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,5 +101,5 @@ class Tiles:
     @property
     def use(self) -> dict[str, TierUse]:
         """By tier, what it holds and how often it had what was asked."""
-        tiers = {"host": self._host, "device": self._nearest}
+        tiers = {Tier.PINNED.value: self._host, Tier.DEVICE.value: self._nearest}
         return {name: tier.use for name, tier in tiers.items() if tier is not None}

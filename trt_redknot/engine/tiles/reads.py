@@ -29,6 +29,10 @@ class ArtifactReader(Protocol):
 
     def codec(self, part: Part) -> TensorCodec: ...
 
+    def count(self, tier: Tier, bytes: int) -> None:
+        """Tell whoever counts of stored bytes taken from a tier; `tensor` and `rows` do so themselves."""
+        ...
+
     def tensor(self, part: Part, layer: int | None, dtype: torch.dtype) -> torch.Tensor: ...
 
     def rows(self, part: Part, layer: int | None, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
@@ -106,7 +110,7 @@ class DirectReads:
             values = read.reader.tensor(read.part, read.layer, self._dtype)
         else:
             values = read.reader.rows(read.part, read.layer, read.index, self._dtype)
-        self._moved[Tier.DISK] += values.nbytes
+        self._moved[Tier.HOST] += values.nbytes
         return values.to(self._device)
 
     def close(self) -> None:

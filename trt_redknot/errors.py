@@ -80,6 +80,10 @@ class StoreError(RedKnotError):
     """The artifact store cannot be read, written or locked."""
 
 
+class BusyError(StoreError):
+    """Another process holds what is needed, and did not let go in time. Later it may have."""
+
+
 class CapacityError(StoreError):
     """The artifact store has no room for what was asked."""
 

@@ -260,6 +260,21 @@ def test_generate_answers_good_requests(world: World, run: Callable[..., Outcome
     assert answer["report"]["arm"] == "reuse"
 
 
+def test_generate_counts_and_logs(world: World, run: Callable[..., Outcome], tmp_path: Path) -> None:
+    segments = [{"artifact": "0" * 32, "tokens": [1, 2, 3]}, {"tokens": [4]}]
+    log, metrics = tmp_path / "log.jsonl", tmp_path / "redknot.prom"
+    outcome = generate(run, world, tmp_path, "--log", log, "--metrics", metrics, segments=segments, stop_tokens=[])
+    assert outcome.code == 0, outcome
+    assert 'redknot_fallbacks_total{reason="missing_artifact"} 1.0' in metrics.read_text(encoding="utf-8")
+    events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    assert [event["reason"] for event in events if event["event"] == "fallback"] == ["missing_artifact"]
+
+
+def test_a_device_that_is_not_there(world: World, run: Callable[..., Outcome], tmp_path: Path) -> None:
+    assert_one_line(generate(run, world, tmp_path, "--device", "cuda:77"), "no such GPU", "found cuda:77", "doctor")
+    assert_one_line(generate(run, world, tmp_path, "--device", "abacus"), "no such device", "found abacus")
+
+
 REQUESTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no segments": ({"segments": []}, ["the request is empty", "at least one segment"]),
     "empty segment": ({"segments": [{"tokens": []}]}, ["segment 0 is empty", "Leave it out"]),

@@ -211,8 +211,9 @@ def test_a_killed_build_leaves_no_engine(checkpoint: Path, tmp_path: Path) -> No
     assert finished.returncode == -9
     assert len(list(output.parent.iterdir())) == 1
     assert_nothing_opens(output)
-    # What was left behind is in nobody's way.
+    # What was left behind is in nobody's way, and gone with the next build.
     assert Engine.open(build_engine(checkpoint, output)).geometry.layers == LAYERS
+    assert [path.name for path in output.parent.iterdir()] == ["engine"]
 
 
 def test_a_killed_rank_ends_the_build_of_all(checkpoint: Path, tmp_path: Path) -> None:

@@ -90,7 +90,6 @@ FIELDS: dict[str, tuple[Change, list[str]]] = {
     "rank number": (setting(1, "ranks", 0, "rank"), ["'ranks'", "expected [0]", "found [1]"]),
     "no ranks": (setting([], "ranks"), ["'ranks'", "expected [0]", "found []"]),
     "backend": (setting("onnx", "backend"), ["'backend'", "'torch' or 'tensorrt'", "'onnx'"]),
-    "backend of a GPU": (setting("tensorrt", "backend"), ["expected backend torch", "found tensorrt"]),
     "dtype": (setting("int3", "dtype"), ["'dtype'", "float32", "'int3'"]),
     "artifact_format": (setting("fp9", "artifact_format"), ["'artifact_format'", "fp8", "'fp9'"]),
     "max_length": (setting(0, "max_length"), ["'max_length'", "greater than or equal to 1", "found 0"]),

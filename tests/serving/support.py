@@ -115,6 +115,11 @@ class Theatre:
             capacity=self.conductor.scheduler.room.capacity,
         )  # fmt: skip
         self._numbers = itertools.count()
+        self.responses: dict[int, Response] = {}
+        answer = self.conductor._answer
+        self.conductor._answer = lambda job, response: (  # type: ignore[method-assign]
+            self.responses.update({job.number: response}), answer(job, response),
+        )[1]  # fmt: skip
 
     def submit(self, request: ServingRequest | BuildRequest) -> Job:
         job = self.intake.job(request, next(self._numbers), self.now, lambda job: setattr(job, "cancelled", True))

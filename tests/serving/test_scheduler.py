@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -99,6 +100,7 @@ def test_interleaving_changes_no_answer(
             assert last.fault is ServingFault.CANCELLED
         elif not cancelled:
             assert_same(job, answer)
+            assert torch.equal(stage.responses[job.number].first_logits, answer.first_logits)
     stage.assert_nothing_held()
 
 
@@ -256,14 +258,44 @@ def test_a_cancelled_build_leaves_the_store_as_it_was(bench: Bench, stage: Theat
     build.stream.cancel()
     stage.finish()
     assert bench.store.newest(bench.store.artifact_id(document, bench.engine.identity)) is None
-    assert not [
-        path
-        for path in bench.store.root.rglob("*")
-        if "building" in path.parts[-2:] and path.is_dir() and any(path.iterdir())
-    ]
+    assert list((bench.store.root / ".building").iterdir()) == []
     again = stage.submit(BuildRequest.parse({"documents": [{"tokens": document}]}))
     stage.finish()
     assert isinstance(outcome(again), DoneEvent)
+    stage.assert_nothing_held()
+
+
+def test_a_document_that_another_process_builds_is_waited_for(bench: Bench, stage: Theatre) -> None:
+    """Not by the engine's thread: others are answered meanwhile. Then it is there, or is built after all."""
+    document = ids(30)
+    artifact_id = bench.store.artifact_id(document, bench.engine.identity)
+    other = ArtifactStore(bench.store.root)
+    lock = other._folder.build_lock(artifact_id, 1.0)
+    build = stage.submit(BuildRequest.parse({"documents": [{"tokens": document}]}))
+    stage.until(lambda: build.not_before > 0)
+    answered = stage.submit(ask([{"tokens": ids(5)}], 3, reuse=False))
+    stage.until(lambda: answered.phase is Phase.OVER)
+    assert build.phase is Phase.TO_BUILD
+    lock.close()
+    stage.until(lambda: build.phase is Phase.OVER, tick_s=0.1)
+    assert isinstance(outcome(build), DoneEvent)
+    stage.assert_nothing_held()
+
+
+def test_a_document_that_another_process_never_finishes(bench: Bench, stage: Theatre) -> None:
+    document = ids(30)
+    artifact_id = bench.store.artifact_id(document, bench.engine.identity)
+    with ArtifactStore(bench.store.root)._folder.build_lock(artifact_id, 1.0):
+        build = stage.submit(BuildRequest.parse({"documents": [{"tokens": document}]}))
+        values = {"documents": [{"tokens": document}], "question": [1, 2], "max_new_tokens": 2, "missing": "build"}
+        asked = stage.submit(ServingRequest.parse(values))
+        stage.until(lambda: build.phase is asked.phase is Phase.OVER, tick_s=20.0)
+    last = outcome(build)
+    assert isinstance(last, FailedEvent)
+    assert "stayed locked" in last.message
+    answer = outcome(asked)
+    assert isinstance(answer, DoneEvent)
+    assert answer.report["fallback_reason"] == "missing_artifact"
     stage.assert_nothing_held()
 
 
@@ -317,7 +349,7 @@ def test_a_request_too_large_for_the_cache_is_known_at_admission_at_the_latest(b
     last = outcome(job)
     assert isinstance(last, FailedEvent)
     assert last.fault is ServingFault.TOO_LARGE
-    longer = stage.submit(ask([{"artifact": bench.artifact_ids[0]}] * copies + [{"tokens": [1]}], 390))
+    longer = stage.submit(ask([{"artifact": bench.artifact_ids[0]}] * copies + [{"tokens": [1]}], 90))
     stage.finish()
     last = outcome(longer)
     assert isinstance(last, FailedEvent)

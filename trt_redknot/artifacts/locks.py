@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from trt_redknot.artifacts.files import Descriptor, Files, ensure_folder
-from trt_redknot.errors import StoreError
+from trt_redknot.errors import BusyError, StoreError
 
 _POLL_S = 0.02
 _MAX_HOLDER_BYTES = 4096
@@ -69,7 +69,8 @@ def acquire(files: Files, path: Path, *, what: str, timeout_s: float) -> FileLoc
     """An exclusive lock on `path`, which is created where it is missing and names its holder.
 
     Raises:
-        StoreError: nobody let go within `timeout_s` seconds (the holder is named), or the file cannot be locked.
+        BusyError: nobody let go within `timeout_s` seconds; the holder is named.
+        StoreError: the file cannot be locked.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -87,7 +88,7 @@ def acquire(files: Files, path: Path, *, what: str, timeout_s: float) -> FileLoc
                 remedy="Check that the store's folder is writable and that its file system supports flock.",
             ) from error
         if not held and time.monotonic() >= deadline:
-            raise StoreError(
+            raise BusyError(
                 f"{what} stayed locked for {timeout_s:g} s",
                 found=f"holder {_holder(descriptor.fd)}",
                 path=path,

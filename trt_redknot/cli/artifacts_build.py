@@ -12,6 +12,7 @@ from rich.table import Table
 from trt_redknot.artifacts.identity import TpGeometry
 from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.cli.documents import DocumentFile, find_documents, read_document
+from trt_redknot.cli.engine_options import DEVICE_OPTION, ENGINE_OPTION
 from trt_redknot.cli.output import Output
 from trt_redknot.cli.store_options import METRICS_OPTION, watched_store
 from trt_redknot.engine.engine import Engine
@@ -30,7 +31,8 @@ store already is skipped, so an interrupted run is continued by running it again
 """
 )
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--engine", "engine_dir", type=click.Path(path_type=Path), required=True, help="Engine folder.")
+@ENGINE_OPTION
+@DEVICE_OPTION
 @click.option("--store", "store_dir", type=click.Path(path_type=Path), required=True, help="Folder of the store.")
 @click.option("--namespace", default="default", show_default=True, help="Tenant of the store.")
 @click.option("--capacity", type=click.IntRange(1), help="Quota of the namespace in bytes. Left out: the disk's.")
@@ -39,11 +41,11 @@ store already is skipped, so an interrupted run is continued by running it again
 @METRICS_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 def build(
-    paths: tuple[Path, ...], engine_dir: Path, store_dir: Path, namespace: str, capacity: int | None, rebuild: bool,
-    list_file: Path | None, metrics_file: Path | None, as_json: bool,
+    paths: tuple[Path, ...], engine_dir: Path, device: str, store_dir: Path, namespace: str, capacity: int | None,
+    rebuild: bool, list_file: Path | None, metrics_file: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compute documents once and keep what their layers produced."""
-    engine = Engine.open(engine_dir, world_communicator())
+    engine = Engine.open(engine_dir, world_communicator(), device=device)
     out = Output(engine.collectives.rank)
     files = find_documents(paths)
     tokenizer = EngineTokenizer(engine_dir) if any(path.suffix != ".json" for path in files) else None

@@ -13,6 +13,7 @@ from trt_redknot.admission.explain import DocumentFinding, Explanation, explain,
 from trt_redknot.artifacts.identity import ArtifactIdentity
 from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.cli.documents import find_documents, read_document
+from trt_redknot.cli.engine_options import ENGINE_OPTION
 from trt_redknot.cli.output import Output
 from trt_redknot.cli.store_options import JSON_OPTION, NAMESPACE_OPTION, STORE_OPTION
 from trt_redknot.engine.manifest import read_manifest
@@ -36,7 +37,7 @@ would be recomputed. Nothing is changed: no quarantine, no time of use.
 )
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--request", "request_file", type=click.Path(path_type=Path), help="Request file (docs/requests.md).")
-@click.option("--engine", "engine_dir", type=click.Path(path_type=Path), required=True, help="Engine folder.")
+@ENGINE_OPTION
 @STORE_OPTION
 @NAMESPACE_OPTION
 @JSON_OPTION

@@ -9,6 +9,7 @@ import click
 
 from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.cli.documents import find_documents, read_document
+from trt_redknot.cli.engine_options import DEVICE_OPTION, ENGINE_OPTION
 from trt_redknot.cli.output import Output
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.engine.engine import Engine
@@ -33,7 +34,8 @@ Example:
 """,
     )
     @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
-    @click.option("--engine", "engine_dir", type=click.Path(path_type=Path), required=True, help="Engine folder.")
+    @ENGINE_OPTION
+    @DEVICE_OPTION
     @click.option("--store", "store_dir", type=click.Path(path_type=Path), required=True, help="Artifact store.")
     @click.option("--namespace", default="default", show_default=True, help="Tenant of the store.")
     @click.option("--question", required=True, help="What is asked after the documents.")
@@ -46,11 +48,11 @@ Example:
     )
     @click.option("--page", type=click.Path(path_type=Path), help="Write the row map and ledgers to this HTML file.")
     def command(
-        paths: tuple[Path, ...], engine_dir: Path, store_dir: Path, namespace: str, question: str, budget: float,
-        tau: float | None, epilogue: str, max_new_tokens: int, warm_up: bool, page: Path | None,
+        paths: tuple[Path, ...], engine_dir: Path, device: str, store_dir: Path, namespace: str, question: str,
+        budget: float, tau: float | None, epilogue: str, max_new_tokens: int, warm_up: bool, page: Path | None,
     ) -> None:  # fmt: skip
         """Ask one question about documents with reuse and without, and show what was saved and what it changed."""
-        engine = Engine.open(engine_dir, comm)
+        engine = Engine.open(engine_dir, comm, device=device)
         out = Output(engine.collectives.rank)
         tokenizer = EngineTokenizer(engine_dir)
         store = ArtifactStore(store_dir, namespace=namespace)

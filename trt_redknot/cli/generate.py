@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trt_redknot.artifacts.store import ArtifactStore
+from trt_redknot.cli.engine_options import DEVICE_OPTION, ENGINE_OPTION
 from trt_redknot.cli.output import Output
+from trt_redknot.cli.store_options import METRICS_OPTION, watched_store
 from trt_redknot.engine.engine import Engine
 from trt_redknot.engine.response import Response
 from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.errors import EngineError, RequestError
+from trt_redknot.observability.logs import json_log
 from trt_redknot.reports.tables import arms_table
 from trt_redknot.request.file import read_request
 
@@ -34,18 +37,25 @@ Examples:
 The format of a request file is in docs/requests.md.
 """,
     )
-    @click.option("--engine", "engine_dir", type=click.Path(path_type=Path), required=True, help="Engine folder.")
+    @ENGINE_OPTION
+    @DEVICE_OPTION
     @click.option("--store", "store_dir", type=click.Path(path_type=Path), required=True, help="Artifact store.")
     @click.option("--namespace", default="default", show_default=True, help="Tenant of the store.")
     @click.option("--request", "request_file", type=click.Path(path_type=Path), required=True, help="Request file.")
     @click.option("--arm", type=click.Choice(["reuse", "recompute"]), help="Override the request's reuse policy.")
     @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the response to this file.")
+    @METRICS_OPTION
+    @click.option(
+        "--log", "log_file", type=click.Path(), help="Append what happens to this file as JSON lines; - is stderr."
+    )
     def command(
-        engine_dir: Path, store_dir: Path, namespace: str, request_file: Path, arm: str | None, json_file: Path | None
-    ) -> None:
+        engine_dir: Path, device: str, store_dir: Path, namespace: str, request_file: Path, arm: str | None,
+        json_file: Path | None, metrics_file: Path | None, log_file: str | None,
+    ) -> None:  # fmt: skip
         """Answer the request in a JSON file and show what was reused."""
-        engine = Engine.open(engine_dir, comm)
-        out = Output(engine.collectives.rank)
+        engine = Engine.open(engine_dir, comm, device=device)
+        rank = engine.collectives.rank
+        out = Output(rank)
         request = read_request(request_file, lambda: EngineTokenizer(engine_dir).encode)
         if arm == "recompute":
             request = dataclasses.replace(request, reuse=None)
@@ -53,13 +63,17 @@ The format of a request file is in docs/requests.md.
             raise RequestError(
                 "the request has no reuse policy", path=request_file, remedy='Give it one, or leave "reuse" out of it.'
             )
-        response = engine.generate(request, store=ArtifactStore(store_dir, namespace=namespace))
+        with contextlib.ExitStack() as around:
+            if log_file is not None:
+                around.enter_context(json_log(log_file, rank=rank))
+            store = around.enter_context(watched_store(store_dir, namespace, metrics_file, rank=rank))
+            response = engine.generate(request, store=store)
         text = _text(engine_dir, response)
         # Shown first: an answer that cannot be written is not lost.
         out.show(arms_table([response]))
         if text is not None:
             out.show(text)
-        if json_file is not None and engine.collectives.rank == 0:
+        if json_file is not None and rank == 0:
             _write(json_file, {**response.to_json(), "text": text})
 
     return command

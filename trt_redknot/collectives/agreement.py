@@ -6,6 +6,7 @@ import json
 
 from trt_redknot.collectives.base import Collectives
 from trt_redknot.errors import (
+    BusyError,
     CapacityError,
     CheckpointError,
     CollectiveError,
@@ -17,6 +18,7 @@ from trt_redknot.errors import (
 )
 
 _KINDS: tuple[type[RedKnotError], ...] = (
+    BusyError,
     CapacityError,
     StoreError,
     CheckpointError,

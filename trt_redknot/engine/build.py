@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +33,7 @@ from trt_redknot.engine.manifest import (
     geometry_to_json,
     weight_files,
 )
+from trt_redknot.engine.staging import Staging, open_staging, remove_stale
 from trt_redknot.errors import EngineError, RedKnotError
 from trt_redknot.model.weights import split_heads
 from trt_redknot.partition import even_split
@@ -113,7 +113,7 @@ def build_engine(
         EngineError: `output` exists, cannot be written, or a rank failed; on all ranks, with nothing at `output`.
         CheckpointError: a tensor cannot be read.
     """
-    staging = _begin(output, collectives)
+    staging, held = _begin(output, collectives)
     error: RedKnotError | None = None
     rank: EngineRank | None = None
     digests: dict[str, str] = {}
@@ -138,15 +138,15 @@ def build_engine(
         agree(collectives, None, _publish(manifest, staging, output) if collectives.rank == 0 else None)
     finally:
         # Also when this rank is interrupted; the others then end with the job.
-        if collectives.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
+        if held is not None:
+            held.remove()
     return manifest
 
 
-def _begin(output: Path, collectives: Collectives) -> Path:
-    """A fresh folder beside `output` that all ranks write into."""
+def _begin(output: Path, collectives: Collectives) -> tuple[Path, Staging | None]:
+    """A fresh folder beside `output` that all ranks write into, and rank 0's hold on it."""
     error: RedKnotError | None = None
-    name = f".{output.name}.building-{uuid.uuid4().hex[:12]}"
+    staging: Staging | None = None
     if collectives.rank == 0:
         if output.exists() or output.is_symlink():
             error = EngineError(
@@ -154,11 +154,12 @@ def _begin(output: Path, collectives: Collectives) -> Path:
             )
         else:
             try:
-                (output.parent / name).mkdir(parents=True)
+                remove_stale(output)
+                staging = open_staging(output)
             except OSError as failure:
                 error = _cannot_write(failure, output.parent)
-    names = agree(collectives, name, error)
-    return output.parent / cast("str", names[0])
+    names = agree(collectives, None if staging is None else staging.path.name, error)
+    return output.parent / cast("str", names[0]), staging
 
 
 def _write_rank(

@@ -204,6 +204,11 @@ class Engine:
             )
             return self.tiles.warm(lease, [spec for spec in parts if spec.part is not Part.SALIENCE])
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._context.device
+
     def check_document(self, token_ids: Sequence[int], what: str = "the document") -> None:
         """Raise RequestError where `build_artifact` would refuse `token_ids`. Local: no rank waits for another.
 

@@ -85,12 +85,12 @@ def load_rank(directory: Path, rank: int, size: int, device: torch.device, *, ve
 
 def default_device(directory: Path) -> str:
     """Where an engine runs that nobody gave a device for: its plans on a GPU, ops on the CPU. An engine that cannot be
-    read is refused when it is loaded."""
+    read, or plans without a GPU, are refused when they are loaded."""
     try:
         manifest, _ = read_manifest(directory)
     except EngineError:
         return "cpu"
-    return "cuda" if manifest.backend == "tensorrt" else "cpu"
+    return "cuda" if manifest.backend == "tensorrt" and torch.cuda.is_available() else "cpu"
 
 
 def _platform(manifest: EngineManifest, device: torch.device, directory: Path) -> Platform:

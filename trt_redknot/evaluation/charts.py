@@ -100,9 +100,10 @@ def chart(
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round values from at or below `low` to at or above `high`."""
-    if high - low < 1e-12:
-        # One value has no range of its own.
-        pad = abs(high) * 0.1 or 1.0
+    largest = max(abs(low), abs(high))
+    if high - low < max(1e-9, 1e-4 * largest):
+        # Values that are all but one have no range of their own, and ticks would not tell them apart.
+        pad = max(1e-6, 0.1 * largest)
         low, high = low - pad, high + pad
     raw = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(raw))

@@ -64,7 +64,7 @@ def sweep(policy: ReusePolicy, axes: Sequence[str], *, multiple: int, engines: I
         "protected": _protected,
         "epilogue": _epilogues,
         "tau": _taus,
-        "fanout": _fanout,
+        "fanout": lambda base: _fanout(base, multiple),
         "documents": _documents,
         "order": _orders,
         "alignment": lambda base: _alignment(base, multiple),
@@ -112,9 +112,18 @@ def _taus(policy: ReusePolicy) -> list[Variant]:
     return _along("tau", [(f"{tau:g}", _changed(policy, tau=tau)) for tau in TAUS])
 
 
-def _fanout(policy: ReusePolicy) -> list[Variant]:
-    """Adaptive fanout alone: every row protected, so attention is that of recomputation."""
-    return _along("fanout", [(f"{tau:g}", _changed(policy, protect="all", tau=tau)) for tau in TAUS])
+def _fanout(policy: ReusePolicy, multiple: int) -> list[Variant]:
+    """Adaptive fanout alone: every row protected and every window whole, so attention is that of recomputation."""
+    return [
+        Variant(
+            name=f"fanout={tau:g}",
+            axis="fanout",
+            value=f"{tau:g}",
+            policy=_changed(policy, protect="all", tau=tau),
+            cutting=Cutting(multiple=multiple),
+        )
+        for tau in TAUS
+    ]
 
 
 def _documents(policy: ReusePolicy) -> list[Variant]:

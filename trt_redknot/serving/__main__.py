@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -37,4 +38,6 @@ def worker() -> None:
 
 
 if __name__ == "__main__":
-    run_command(lambda: ranks.main(standalone_mode=False), world_communicator())
+    # A worker's rank 0 is another program, with which it cannot agree on how the command ended.
+    alone = sys.argv[1:2] == ["worker"]
+    run_command(lambda: ranks.main(standalone_mode=False), None if alone else world_communicator())

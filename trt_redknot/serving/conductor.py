@@ -121,6 +121,8 @@ class Conductor:
         match outcome:
             case Agreed():
                 job.fault = self.scheduler.admitted(job, outcome.size, outcome.tokens, outcome.reason)
+            case Failed(busy=True) if job.phase is Phase.BUILDING and self.scheduler.busy(job, self.clock()):
+                pass
             case Failed() if job.phase is Phase.BUILDING and job.request is not None:
                 # The document can still be recomputed, and the answer says so.
                 self._log(job, "not_built", outcome.message, {})

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from trt_redknot.request.file import RequestFile
 from trt_redknot.serving.config import Missing
-from trt_redknot.serving.messages import BuiltEvent, FailedEvent, ServingFault
+from trt_redknot.serving.messages import BuildRequest, BuiltEvent, FailedEvent, ServingFault
 from trt_redknot.serving.stream import Stream
 from trt_redknot.serving.text import AnswerText
 
@@ -82,11 +82,12 @@ class Job:
 
     Attributes:
         request: without texts; None where documents are built and nothing is asked.
-        documents: token ids of documents to be built, those done first.
+        documents: token ids of the documents that are still to be built.
         rebuild: build them even where they are there.
         deadline: monotonic seconds, None: no limit.
         cost: tokens that its tenant was charged.
         cancelled: set by any thread.
+        not_before: monotonic seconds before which a build is not tried again.
         fault, message: why it is to be dropped; None: nothing went wrong.
     """
 
@@ -109,6 +110,7 @@ class Job:
     tokens: list[int] = field(default_factory=list)
     built: list[BuiltEvent] = field(default_factory=list)
     build_started: float = 0.0
+    not_before: float = 0.0
 
     @property
     def artifact_ids(self) -> tuple[str, ...]:
@@ -120,10 +122,15 @@ class Job:
     @property
     def kind(self) -> str:
         """For counters and the log: ``build``, or the arm that was asked for."""
-        if self.request is None:
-            return "build"
-        return "recompute" if self.request.reuse is None else "reuse"
+        return kind_of(self.request)
 
     def fail(self, fault: ServingFault, message: str) -> bool:
         """Tell the client. False where it knows an end already."""
         return self.stream.put(FailedEvent(fault=fault, message=message))
+
+
+def kind_of(request: RequestFile | BuildRequest | None) -> str:
+    """``build``, or the arm that a request asks for."""
+    if not isinstance(request, RequestFile):
+        return "build"
+    return "recompute" if request.reuse is None else "reuse"

@@ -211,6 +211,8 @@ class Orchestrator:
                 return
             if channel is not None:
                 threading.Thread(target=self._follow, args=(channel,), daemon=True).start()
+        # Nobody else is to come, and what lies in the file system would outlive a process that is killed.
+        self._listener.close()
 
     def _follow(self, channel: Channel) -> None:
         """Read one rank's connection to its end."""

@@ -15,7 +15,7 @@ from trt_redknot.engine.pool import PoolRows
 from trt_redknot.engine.producer import Produced, Producer
 from trt_redknot.engine.response import Response
 from trt_redknot.engine.steps import Steps
-from trt_redknot.errors import CapacityError, RequestError, StoreError, TooLongError
+from trt_redknot.errors import BusyError, CapacityError, RequestError, StoreError, TooLongError
 from trt_redknot.observability.events import AllEvents, StoreEvents
 from trt_redknot.observability.logs import StoreLog
 from trt_redknot.request.file import make_request
@@ -34,10 +34,11 @@ _STORES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """A command failed on all ranks alike; the job holds what it held before, and is to be dropped."""
+    """A command failed on all ranks alike; the job is to be dropped, or, where it was `busy`, tried again later."""
 
     fault: ServingFault
     message: str
+    busy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +216,7 @@ class RankRunner:
             # A build fails on all ranks or on none. Of a prompt the same is not known where there are several.
             if held.build is None and not self._alone:
                 raise
+            self._free(command.job)
             return _failed(error)
         return Advanced(done=False)
 
@@ -256,4 +258,4 @@ def _failed(error: RequestError | StoreError) -> Failed:
             fault = ServingFault.MISSING_DOCUMENT
         case _:
             fault = ServingFault.INTERNAL
-    return Failed(fault=fault, message=str(error))
+    return Failed(fault=fault, message=str(error), busy=isinstance(error, BusyError))

@@ -13,6 +13,9 @@ from trt_redknot.serving.fairness import FairQueue
 from trt_redknot.serving.jobs import HOLDING, QUEUED, Job, Phase
 from trt_redknot.serving.messages import ServingFault
 
+# Seconds after which a build that another process was at is tried again, and for how long.
+_AGAIN_S = 0.5
+_BUSY_S = 600.0
 # The one that runs and the next one.
 _STAGED_BUILDS = 2
 
@@ -159,7 +162,7 @@ class Scheduler:
             if job.phase is Phase.READY or late_s is not None:
                 return self._admit(job, now, late_s)
             # One at a time: two builds of the same document would wait for each other.
-            if job.phase is Phase.TO_BUILD and not building:
+            if job.phase is Phase.TO_BUILD and not building and now >= job.not_before:
                 return self._build(job, now) if self.room.fits(self._document_size(job)) else []
         return []
 
@@ -230,15 +233,27 @@ class Scheduler:
 
     def built(self, job: Job, now: float) -> bool:
         """A document of a job is in the store, or could not be put there. False where nothing is left to do for it."""
-        self._turns.remove(job)
         del job.documents[0]
-        # To the end: between two documents of a long list others get their turn.
-        self._staged.remove(job)
-        self._staged.append(job)
+        self._build_is_over(job)
         if not job.documents and job.request is None:
             return False
         self._prepare(job, now)
         return True
+
+    def busy(self, job: Job, now: float) -> bool:
+        """Another process builds the document that a job wants. False where it has been waited for long enough."""
+        assert job.times.building is not None
+        if now - job.times.building >= _BUSY_S:
+            return False
+        self._build_is_over(job)
+        job.phase, job.not_before = Phase.TO_BUILD, now + _AGAIN_S
+        return True
+
+    def _build_is_over(self, job: Job) -> None:
+        self._turns.remove(job)
+        # To the end: between two documents of a long list others get their turn.
+        self._staged.remove(job)
+        self._staged.append(job)
 
     def finished(self, job: Job) -> None:
         """A job has nothing left."""

@@ -24,7 +24,7 @@ from trt_redknot.observability.serving import ServingMetrics
 from trt_redknot.serving.conductor import COMPLETED, Conductor
 from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.intake import Intake
-from trt_redknot.serving.jobs import Job
+from trt_redknot.serving.jobs import Job, kind_of
 from trt_redknot.serving.link import Link, link_over
 from trt_redknot.serving.messages import BuildRequest, Health, ServingError, ServingFault, ServingRequest, State
 from trt_redknot.serving.runner import Stores, pool_rows
@@ -107,7 +107,11 @@ class Service:
             ServingError: `invalid_request`, `too_large`, `queue_full`, `shutting_down` or `rank_failed`.
         """
         self._check_open()
-        job = self._intake.job(request, next(self._numbers), time.monotonic(), self._cancel)
+        try:
+            job = self._intake.job(request, next(self._numbers), time.monotonic(), self._cancel)
+        except ServingError as error:
+            self._metrics.ended(error.fault.value, kind_of(request))
+            raise
         with self._wake:
             self._check_open()
             waiting = self._waiting + len(self._inbox)
@@ -171,7 +175,11 @@ class Service:
 
     @torch.inference_mode()
     def _work(self) -> None:
+        conductor: Conductor | None = None
         try:
+            if self._engine.device.type == "cuda":
+                # A thread of its own starts at GPU 0, whatever the thread did that opened the engine.
+                torch.cuda.set_device(self._engine.device)
             conductor = Conductor.over(
                 self._engine, self._config, self._stores, self._link, self._metrics, time.monotonic
             )
@@ -190,6 +198,8 @@ class Service:
                     ServingFault.RANK_FAILED if self._link.size > 1 else ServingFault.INTERNAL,
                 )
             self._started.set()
+            if conductor is not None:
+                conductor.runner.close()
 
     def _serve(self, conductor: Conductor) -> None:
         scheduler = conductor.scheduler

@@ -121,11 +121,10 @@ def test_expert_weights_are_the_checkpoint_s_within_half_a_step(checkpoint: Path
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_the_engine_is_refused_before_it_loads_anything(engine: Path, tmp_path: Path) -> None:
     output = shutil.copytree(engine, tmp_path / "engine")
-    with pytest.raises(EngineError, match="there is no such GPU"):
-        Engine.open(output)
-    with pytest.raises(EngineError, match="the engine's plans run on a GPU") as caught:
-        Engine.open(output, device="cpu")
-    assert caught.value.found == "cpu"
+    for device in (None, "cpu"):
+        with pytest.raises(EngineError, match=r"the engine's plans run on a GPU.*--backend torch") as caught:
+            Engine.open(output, device=device)
+        assert caught.value.found == "cpu"
     text = json.loads((output / "engine.json").read_text())
     text["gpu"] = "another"
     (output / "engine.json").write_text(json.dumps(text))

@@ -14,7 +14,7 @@ import torch
 from trt_redknot.digests import digest_file
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.cuda.library import library_folder
-from trt_redknot.ops.tensorrt.plugins import PluginPort, RegistryPort
+from trt_redknot.ops.tensorrt.plugins import NAMESPACE, VERSION, PluginPort, RegistryPort
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from trt_redknot.ops.tensorrt.handle import TensorRT
 
 PLUGIN_LIBRARY = "libredknot_tensorrt.so"
+# One that every build of the library has.
+KNOWN_PLUGIN = "SegLatentAttention"
 _LOG = logging.getLogger("trt_redknot.tensorrt")
 _OLDEST = 10
 
@@ -72,24 +74,41 @@ def find_platform(rank: int, plugin_library: Path | None = None) -> Platform:
     """
     module = find_tensorrt()
     gpu, free = _take_gpu(rank)
-    library = plugin_library or library_folder() / PLUGIN_LIBRARY
+    library = find_plugin_library(plugin_library)
+    logger = make_logger(module)
+    registry = plugin_registry(module, logger, library)
+    return Platform(
+        module=module, logger=logger, gpu=gpu, free_bytes=free, plugin_build=digest_file(library),
+        port=lambda: RegistryPort(registry), plugin_library=library,
+    )  # fmt: skip
+
+
+def find_plugin_library(named: Path | None = None) -> Path:
+    """The plugin library: `named`, or the one that `make plugins` built. Raises EngineError where it is not."""
+    library = named or library_folder() / PLUGIN_LIBRARY
     if not library.is_file():
         raise EngineError(
             "the plugin library was not built", expected=PLUGIN_LIBRARY, path=library.parent,
             remedy="Build it with `make plugins` (needs nvcc, cmake and TensorRT's headers), or name it with "
             "--plugin-library.",
         )  # fmt: skip
-    logger = make_logger(module)
+    return library
+
+
+def plugin_registry(module: TensorRT, logger: trt.ILogger, library: Path) -> trt.IPluginRegistry:
+    """TensorRT's registry with our plugins. A process loads the library once: TensorRT refuses plugins that it has.
+
+    Raises:
+        EngineError: TensorRT does not take the library.
+    """
     registry = module.Builder(logger).get_plugin_registry()
-    if registry.load_library(str(library)) is None:
+    known = registry.get_creator(KNOWN_PLUGIN, VERSION, NAMESPACE) is not None
+    if not known and registry.load_library(str(library)) is None:
         raise EngineError(
             "TensorRT did not load the plugin library", path=library,
             remedy=f"It must be built for TensorRT {module.__version__}; the log above has TensorRT's reason.",
         )  # fmt: skip
-    return Platform(
-        module=module, logger=logger, gpu=gpu, free_bytes=free, plugin_build=digest_file(library),
-        port=lambda: RegistryPort(registry), plugin_library=library,
-    )  # fmt: skip
+    return registry
 
 
 def find_tensorrt(name: str = "tensorrt") -> TensorRT:

@@ -1,0 +1,75 @@
+"""The results file: kept line by line, mended after a kill, refused when it is of another run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.samples import pair, run_of
+from trt_redknot.evaluation.journal import Journal, JournalError, read_journal
+
+
+def fill(path: Path, count: int) -> Path:
+    journal = Journal(path, run_of())
+    for index in range(count):
+        journal.append(pair(id=f"r{index}"))
+    journal.close()
+    return path
+
+
+def test_results_come_back_as_they_were(tmp_path: Path) -> None:
+    path = fill(tmp_path / "out" / "results.jsonl", 3)
+    run, pairs = read_journal(path)
+    assert run == run_of()
+    assert pairs == [pair(id=f"r{index}") for index in range(3)]
+    journal = Journal(path, run_of())
+    assert list(journal.results) == [("policy", f"r{index}") for index in range(3)]
+    journal.close()
+
+
+def test_a_line_that_a_kill_cut_short_is_dropped_and_written_again(tmp_path: Path) -> None:
+    path = fill(tmp_path / "results.jsonl", 3)
+    whole = path.read_bytes()
+    last = len(whole.splitlines(keepends=True)[-1])
+    path.write_bytes(whole[: -random.randint(1, last - 1)])
+    journal = Journal(path, run_of())
+    assert list(journal.results) == [("policy", "r0"), ("policy", "r1")]
+    journal.append(pair(id="r2"))
+    journal.close()
+    assert path.read_bytes() == whole
+
+
+def test_a_kill_before_the_first_line_leaves_a_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(b'{"records": "mi')
+    Journal(path, run_of()).close()
+    assert read_journal(path) == (run_of(), [])
+
+
+def test_results_of_another_run_are_refused_and_untouched(tmp_path: Path) -> None:
+    path = fill(tmp_path / "results.jsonl", 1)
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match=r"of another run.*'digest': 'e.*'digest': 'd"):
+        Journal(path, run_of() | {"digest": "e" * 64})
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", [b"\0\0\n", b"{}\n", b'{"variant": "policy"}\n', b"[]\n"])
+def test_a_damaged_line_is_named(tmp_path: Path, damage: bytes) -> None:
+    path = fill(tmp_path / "results.jsonl", 2)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], damage, *lines[2:]]))
+    with pytest.raises(JournalError, match="line 3 is damaged"):
+        read_journal(path)
+
+
+def test_no_results_are_a_fault_of_the_caller(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="there are no results"):
+        read_journal(tmp_path / "results.jsonl")
+    (tmp_path / "results.jsonl").touch()
+    with pytest.raises(JournalError, match="empty"):
+        read_journal(tmp_path / "results.jsonl")
+    with pytest.raises(JournalError, match="cannot be written"):
+        Journal(tmp_path / "results.jsonl" / "below", run_of())

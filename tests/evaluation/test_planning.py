@@ -1,0 +1,84 @@
+"""Planning models, and their comparison with measured points."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trt_redknot.config.policy import ReusePolicy
+from trt_redknot.config.profile import SplitProfile
+from trt_redknot.config.released import released_geometry
+from trt_redknot.errors import ConfigError
+from trt_redknot.evaluation.measured import read_measured
+from trt_redknot.evaluation.planning import ceiling, project
+
+SAVED = Path(__file__).resolve().parents[2] / "docs" / "data" / "ttft-flash-tp8-rank-h200.json"
+FLASH = released_geometry("flash")
+PROFILE = SplitProfile.default(FLASH)
+
+
+@pytest.mark.parametrize(("name", "percent"), [("flash", 75.29), ("pro", 78.89)])
+def test_structural_ceilings(name: str, percent: float) -> None:
+    geometry = released_geometry(name)  # type: ignore[arg-type]
+    assert round(100 * ceiling(geometry, SplitProfile.default(geometry)), 2) == percent
+
+
+@given(
+    length=st.integers(4096, 40_000), documents=st.integers(1, 8), budget=st.floats(0, 1),
+    epilogue=st.sampled_from(["full", "active"]),
+)  # fmt: skip
+@settings(max_examples=15, deadline=None)
+def test_projections_stay_below_the_ceiling_and_pay_by_their_own_arithmetic(
+    length: int, documents: int, budget: float, epilogue: str
+) -> None:
+    policy = ReusePolicy.model_validate({"budget": budget, "epilogue": epilogue})
+    found = project(FLASH, PROFILE, length, documents, policy)
+    assert 0.0 <= found.head_rows <= ceiling(FLASH, PROFILE)
+    assert 0.0 <= found.token_rows < 1.0
+    assert found.arithmetic_speedup == pytest.approx(1 / (1 - found.arithmetic))
+    assert 0.0 < found.construction <= 1.0
+    if found.break_even is not None:
+        saved = found.break_even * found.arithmetic
+        assert saved == pytest.approx(found.construction)
+
+
+def test_pure_omission_saves_most() -> None:
+    saved = [project(FLASH, PROFILE, 32768, 8, ReusePolicy(budget=budget)).token_rows for budget in (0.0, 0.2, 0.5, 1.0)]
+    assert saved == sorted(saved, reverse=True)
+
+
+def test_row_counts_are_those_of_the_saved_bench() -> None:
+    points = read_measured(SAVED)
+    assert {point.arm for point in points} == {"full", "active", "fast"}
+    shortest = [point for point in points if point.length == min(point.length for point in points)]
+    for point in shortest:
+        if point.arm != "fast":
+            policy = ReusePolicy.model_validate({"budget": 0.10, "epilogue": point.arm})
+            projected = project(FLASH, PROFILE, point.length, 8, policy)
+            # That run's documents were a few tokens longer: it did not cut them to whole windows of 128.
+            assert projected.token_rows == pytest.approx(point.token_rows_saved, abs=1e-3)
+            # Arithmetic is what cannot be bought back by anything else: the clock never gains more.
+            assert 1.0 < point.speedup < projected.arithmetic_speedup
+
+
+def test_both_forms_of_bench_files_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    arms = {"recompute": {"speedup": 1.0, "ledgers": {"token_rows": {"saved": 0, "total": 5, "share": 0.0}}},
+            "full": {"speedup": 2.5, "ledgers": {"token_rows": {"saved": 3, "total": 5, "share": 0.6}}, "more": 1}}  # fmt: skip
+    path.write_text(json.dumps({"geometry": "flash", "lengths": [{"length": 4096, "arms": arms}], "other": []}))
+    (point,) = read_measured(path)
+    assert (point.length, point.arm, point.speedup, point.token_rows_saved) == (4096, "full", 2.5, 0.6)
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", '[{"length": 1}]', '[{"length": "x", "arm": 1}]', "3"])
+def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"bench file|measured points"):
+        read_measured(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_measured(tmp_path / "none.json")

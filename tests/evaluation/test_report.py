@@ -1,0 +1,129 @@
+"""Summaries, tables, charts and the page: what they say is what the pairs say, with its evidence class."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tests.evaluation.samples import arm, pair, run_of
+from trt_redknot.config.policy import ReusePolicy
+from trt_redknot.evaluation.charts import chart
+from trt_redknot.evaluation.evidence import Evidence
+from trt_redknot.evaluation.page import render_evaluation
+from trt_redknot.evaluation.statistics import Interval
+from trt_redknot.evaluation.summary import Summary, summarise
+from trt_redknot.evaluation.tables import answers_table, detail_table, summary_table
+from trt_redknot.evaluation.variants import sweep
+
+
+def swept(evidence: Evidence = Evidence.MEASURED) -> Summary:
+    variants = sweep(ReusePolicy(), ["budget", "epilogue"], multiple=32)
+    pairs = [
+        pair(
+            variant=variant.name, id=f"r{index}", kind=("single", "override")[index % 2], kl=0.1 * index,
+            reuse=arm(f1=index / 3, exact=float(index == 3), loop=4 if index == 1 else None),
+            recompute=arm(finish="length"),
+        )
+        for variant in variants
+        for index in range(4)
+    ]  # fmt: skip
+    return summarise(run_of(variants), pairs, evidence)
+
+
+def text_of(*tables: object) -> str:
+    console = Console(file=io.StringIO(), width=240)
+    console.print(*tables)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def test_a_summary_counts_what_the_pairs_say() -> None:
+    summary = swept()
+    assert summary.axes == ["budget", "epilogue"]
+    groups = summary.overall("budget")
+    assert [group.value for group in groups] == ["0%", "10%", "20%", "25%", "50%", "100%"]
+    first = groups[0]
+    assert first.pairs == 4
+    assert first.metrics["f1_reuse"].mean == pytest.approx(0.5)
+    assert first.metrics["f1_change"].mean == pytest.approx(-0.5)
+    assert first.metrics["exact_reuse"].mean == 0.25
+    assert first.worst_kl == pytest.approx(0.3)
+    assert (first.stops, first.loops) == ((4, 0), (1, 0))
+    assert first.fanout == (0, 0, 0, 20, 12, 0, 8)
+    kinds = [group for group in summary.groups if group.variant == first.variant and group.by == "kind"]
+    assert {group.name: group.metrics["kl"].mean for group in kinds} == pytest.approx({"single": 0.1, "override": 0.2})
+
+
+def test_a_variant_without_results_yet_is_left_out() -> None:
+    variants = sweep(ReusePolicy(), ["epilogue"], multiple=32)
+    summary = summarise(run_of(variants), [pair(variant="epilogue=active")], Evidence.MEASURED)
+    assert [group.variant for group in summary.overall()] == ["epilogue=active"]
+
+
+@pytest.mark.parametrize("evidence", list(Evidence))
+def test_every_table_and_figure_names_its_evidence(evidence: Evidence) -> None:
+    summary = swept(evidence)
+    for table in (summary_table(summary), detail_table(summary, "budget=10%"), answers_table(summary)):
+        assert f"({evidence.value})" in text_of(table)
+    page = render_evaluation(summary, "Title")
+    figures = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)
+    assert len(figures) == 8
+    for figure in figures:
+        assert f'<span class="evidence">{evidence.value}</span>' in figure
+        assert f">{evidence.value}</text>" in figure
+    for heading in re.findall(r"<h2>(.*?)</h2>", page):
+        assert heading == "Figures" or evidence.value in heading
+    assert summary.to_json()["evidence"] == evidence.value
+    assert evidence.sentence in page
+
+
+def test_the_page_shows_both_answers_and_escapes_them() -> None:
+    hostile = "<script>alert('x')</script>"
+    pairs = [
+        pair(id="same", kl=3.0),
+        pair(id="differs", question=hostile, reuse=arm(text=hostile, loop=2), recompute=arm(text="a & b")),
+    ]
+    page = render_evaluation(summarise(run_of(), pairs, Evidence.MEASURED), hostile)
+    assert "<script>" not in page
+    assert page.count("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;") == 4
+    assert "a &amp; b" in page
+    assert "repeats every 2 tokens" in page
+    # Answers that differ come first.
+    assert page.index("policy, differs") < page.index("policy, same")
+    assert not re.search(r'(?:src|href)\s*=|url\(|@import', page)
+
+
+MEANS = st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0, 1e3), st.floats(0, 1e3)), min_size=1, max_size=9)
+
+
+@given(values=MEANS)
+@settings(max_examples=150, deadline=None)
+def test_a_chart_keeps_order_and_stays_inside(values: list[tuple[float, float, float]]) -> None:
+    intervals = [Interval(mean=m, low=m - a, high=m + b, count=3) for m, a, b in values]
+    drawn = chart("t", Evidence.PROJECTED, "%", [str(i) for i in range(len(values))], [("one", intervals)])
+    marks = drawn.lines[0].marks
+    for mark in marks:
+        assert drawn.left <= mark.x <= drawn.right
+        assert 0 <= mark.high <= mark.y <= mark.low <= drawn.bottom
+    for one, other in zip(marks, marks[1:], strict=False):
+        assert one.x < other.x
+    ordered = sorted(range(len(values)), key=lambda index: intervals[index].mean)
+    heights = [marks[index].y for index in ordered]
+    assert heights == sorted(heights, reverse=True)
+    assert len(drawn.ticks) >= 2
+    assert len({text for _, text in drawn.ticks}) == len(drawn.ticks)
+
+
+def test_a_chart_of_uneven_series_is_refused() -> None:
+    one = Interval(mean=random.random(), low=0.0, high=1.0, count=1)
+    with pytest.raises(ValueError, match="a value for each label"):
+        chart("t", Evidence.MEASURED, "%", ["a", "b"], [("one", [one])])
+    with pytest.raises(ValueError, match="a value for each label"):
+        chart("t", Evidence.MEASURED, "%", [], [])

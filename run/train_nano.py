@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import click
 import torch
+from transformers.utils import logging as transformers_logging
 
 PROJECT = Path(__file__).resolve().parent.parent
 # Machines that only train need not have the package installed.
@@ -19,8 +20,8 @@ from trt_redknot.cli.command import run_command  # noqa: E402
 from trt_redknot.cli.output import Output  # noqa: E402
 from trt_redknot.errors import CheckpointError, LaunchError  # noqa: E402
 from trt_redknot.evaluation.nano.card import model_card  # noqa: E402
-from trt_redknot.evaluation.nano.network import SMALL, NanoSizes, write_checkpoint  # noqa: E402
-from trt_redknot.evaluation.nano.scores import Scores, score  # noqa: E402
+from trt_redknot.evaluation.nano.network import SMALL, NanoSizes, round_to_checkpoint, write_checkpoint  # noqa: E402
+from trt_redknot.evaluation.nano.scores import Scores, distance, score  # noqa: E402
 from trt_redknot.evaluation.nano.training import Recipe, Trainer  # noqa: E402
 
 STATE = "state.safetensors"
@@ -52,7 +53,7 @@ Examples:
 @click.option("--seed", type=click.IntRange(0), default=7, show_default=True)
 @click.option("--device", default="cpu", show_default=True, help="As torch names it.")
 @click.option("--compile", "compiled", is_flag=True, help="Compile the layer function, one graph a kind and length.")
-@click.option("--workers", type=click.IntRange(0), default=2, show_default=True, help="Processes that make batches.")
+@click.option("--workers", type=click.IntRange(0), default=4, show_default=True, help="Processes that make batches.")
 @click.option("--small", is_flag=True, help="A network of half a million parameters, for a CPU.")
 @click.option("--score-lengths", default="512,1024,2048,4096", show_default=True, help="Prompt lengths to score at.")
 @click.option(
@@ -63,6 +64,7 @@ def main(
     seed: int, device: str, compiled: bool, workers: int, small: bool, score_lengths: str, score_prompts: int,
 ) -> None:  # fmt: skip
     """Train the nano network, or go on with the state in the output folder; score it; write its checkpoint."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     out = Output()
     started = time.monotonic()
     stages = _numbers(lengths, "--lengths")
@@ -86,6 +88,8 @@ def main(
         run.checkpoint({})
         out.note(f"paused at step {trainer.progress.step}; the same command goes on")
         return
+    round_to_checkpoint(trainer.model)
+    apart = distance(trainer.network, min(scored), seed=seed, device=place)
     with out.progress("scoring", len(scored)) as advance:
         scores: Scores = {}
         for length in scored:
@@ -95,8 +99,16 @@ def main(
             )  # fmt: skip
             advance(1)
     size = run.checkpoint(scores)
-    out.json({"checkpoint": str(output / CHECKPOINT), "bytes": size, "step": trainer.progress.step,
-              "minutes": trainer.progress.seconds / 60, "exact_match": scores})  # fmt: skip
+    out.json(
+        {
+            "checkpoint": str(output / CHECKPOINT),
+            "bytes": size,
+            "step": trainer.progress.step,
+            "minutes": trainer.progress.seconds / 60,
+            "logits_from_transformers": apart,
+            "exact_match": scores,
+        }
+    )
 
 
 class _Run:
@@ -139,7 +151,12 @@ class _Run:
     def checkpoint(self, scores: dict[str, Any]) -> int:
         trainer = self._trainer
         recipe, progress = trainer.recipe.to_json(), trainer.progress
-        content = {"recipe": recipe, "step": progress.step, "minutes": progress.seconds / 60, "exact_match": scores}
+        content = {
+            "recipe": recipe,
+            "step": progress.step,
+            "minutes": progress.seconds / 60,
+            "exact_match": scores,
+        }
         card = model_card(
             command=" ".join(["python run/train_nano.py", *sys.argv[1:]]), recipe=recipe, step=progress.step,
             minutes=progress.seconds / 60, device=_device_name(trainer.device), scores=scores,

@@ -1,7 +1,7 @@
 """Writes the nano example's data: record files in LongBench's format, their manifest, the tokenizer, the configuration.
 
-Run `python examples/nano/make_data.py --output examples/nano`. Same seed, same bytes; the files it wrote are part of the
-repository. `run/train_nano.py` draws its training data from the same generator, with other seeds.
+Run `python examples/nano/make_data.py --output examples/nano`. Same seed, same bytes; the files it wrote are part of
+the repository. `run/train_nano.py` draws its training data from the same generator, with other seeds.
 """
 
 from __future__ import annotations

@@ -13,13 +13,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from tests.artifacts.support import together
 from tests.support.plans import geometry, specs, write_nano
 from trt_redknot.checkpoint.specs import layer_specs, rank_bytes, shared_specs
 from trt_redknot.cli import plan_options
 from trt_redknot.cli.build_engine import build_engine_command
 from trt_redknot.cli.output import Output
-from trt_redknot.collectives import LocalCollectives
-from trt_redknot.engine.tensorrt.execution import PlanBackend
+from trt_redknot.collectives import Collectives
+from trt_redknot.engine.tensorrt.backend import PlanBackend
 from trt_redknot.engine.tensorrt.platform import Platform
 from trt_redknot.engine.tensorrt.profiles import PlanLimits
 from trt_redknot.engine.tensorrt.samples import PlanSample
@@ -82,25 +83,40 @@ def test_verify_is_for_built_plans_only(options: list[str]) -> None:
     assert "--verify runs the plans of --backend tensorrt" in done.stderr
 
 
-def test_verification_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table and the error of --verify, with the reference in the place of the plans and one of them spoilt."""
-    plans = specs("nano", world=1)
+@pytest.mark.parametrize("world", [1, 2])
+def test_verification_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    """The table and the error of --verify, with the reference in the place of the plans. One plan of the last rank is
+    spoilt; plans with collectives run on all ranks together."""
+    plans = specs("nano", world=world)
 
-    class Spoilt:
+    class Reference:
+        def __init__(self, ranks: Collectives) -> None:
+            self.ranks = ranks
+
         def run(self, plan: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             spec = next(spec for spec in plans if spec.kind.name == plan)
-            outputs = reference_outputs(PlanSample(spec, 7), torch.bfloat16)
+            outputs = reference_outputs(PlanSample(spec, 7, rank=self.ranks.rank), torch.bfloat16, self.ranks)
             if "faults" in {tensor.name for tensor in spec.outputs}:
                 outputs["faults"] = torch.zeros(1, dtype=torch.int32)
-            return {name: tensor * (3 if name == "logits" else 1) for name, tensor in outputs.items()}
+            last = self.ranks.rank == world - 1
+            return {name: tensor * (3 if name == "logits" and last else 1) for name, tensor in outputs.items()}
 
-    backend = PlanBackend(specs=plans, limits=PlanLimits(chunk_rows=256, max_length=512), runtime=Spoilt())
+    limits = PlanLimits(chunk_rows=256, max_length=512)
     monkeypatch.setattr(plan_options, "open_plans", lambda *given: object())
-    monkeypatch.setattr(plan_options, "start_plans", lambda *given: backend)
+    monkeypatch.setattr(
+        plan_options, "start_plans",
+        lambda opened, ranks, device: PlanBackend(specs=plans, limits=limits, runtime=Reference(ranks)),
+    )  # fmt: skip
     monkeypatch.setattr(plan_options.secrets, "randbits", lambda bits: 7)
-    shown, platform = io.StringIO(), cast("Platform", None)
-    with pytest.raises(EngineError, match=r"reference backend, found head\.logits, in"):
-        plan_options.verify_plans(Output(stdout=shown), tmp_path, platform, LocalCollectives(), torch.device("cpu"))
-    lines = shown.getvalue().splitlines()
+    shown = [io.StringIO() for _ in range(world)]
+
+    def work(ranks: Collectives) -> None:
+        out, platform = Output(stdout=shown[ranks.rank]), cast("Platform", None)
+        plan_options.verify_plans(out, tmp_path, platform, ranks, torch.device("cpu"))
+
+    for outcome in together(world, work):
+        assert isinstance(outcome, EngineError)
+        assert "reference backend, found head.logits, in" in str(outcome)
+    lines = shown[0].getvalue().splitlines()
     assert sum("FAIL" in line for line in lines) == 1
     assert sum("pass" in line for line in lines) == sum(len(spec.outputs) for spec in plans) - 1

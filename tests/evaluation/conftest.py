@@ -1,4 +1,4 @@
-"""An engine of the nano network for the tests of this folder: the trained checkpoint where there is one, else random."""
+"""An engine of the nano network for the tests of this folder: of the trained checkpoint where there is one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.networks import build_engine
+from tests.support.networks import build_engine, fp64
 from trt_redknot import ArtifactStore, Engine
-from trt_redknot.engine.build import BuildOptions
 from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.evaluation.nano.network import SMALL, make_model, write_checkpoint
 
@@ -48,7 +47,7 @@ def random_checkpoint(directory: Path) -> Path:
 def nano(tmp_path_factory: pytest.TempPathFactory) -> Nano:
     folder = tmp_path_factory.mktemp("nano")
     checkpoint = TRAINED if (TRAINED / "config.json").is_file() else random_checkpoint(folder / "checkpoint")
-    directory = build_engine(checkpoint, folder / "engine", options=BuildOptions(chunk_rows=512))
+    directory = build_engine(checkpoint, folder / "engine", options=fp64(chunk_rows=512))
     return Nano(
         checkpoint=checkpoint, directory=directory, engine=Engine.open(directory), tokenizer=EngineTokenizer(directory),
         store=ArtifactStore(folder / "store"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.samples import record, write
+from trt_redknot.cli.evaluate import evaluate_command
 from trt_redknot.digests import digest_file
 from trt_redknot.evaluation.frozen import MANIFEST, freeze, open_frozen
 from trt_redknot.evaluation.records import RecordError
@@ -60,7 +61,12 @@ def test_missing_files_and_manifests_are_refused(folder: Path, tmp_path_factory:
 def test_an_ill_formed_manifest_is_refused(folder: Path) -> None:
     path = folder / MANIFEST
     content = json.loads(path.read_text())
-    for change in ({"more": 1}, {"format": 2}, {"files": []}, {"files": [content["files"][0] | {"name": "../x.jsonl"}]}):
+    for change in (
+        {"more": 1},
+        {"format": 2},
+        {"files": []},
+        {"files": [content["files"][0] | {"name": "../x.jsonl"}]},
+    ):
         path.write_text(json.dumps(content | change))
         with pytest.raises(RecordError, match="the manifest is ill-formed"):
             open_frozen(folder)
@@ -84,3 +90,13 @@ def test_the_shipped_set_is_whole() -> None:
         assert question.longer == question.record.input.startswith("Report ")
         assert answer in question.record.context or question.longer
         assert len(question.record.documents) >= 2
+
+
+def test_the_command_freezes_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(folder / "two.jsonl", record(_id="x"), record(_id="y"))
+    evaluate_command(None).main(
+        ["freeze", "--name", "both", "--short", "1", "--longer", "1", str(path)], standalone_mode=False
+    )
+    frozen, questions = open_frozen(folder)
+    assert (frozen.name, [q.longer for q in questions]) == ("both", [False, True])
+    assert frozen.digest in capsys.readouterr().err.replace("\n", "")

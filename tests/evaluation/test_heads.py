@@ -1,4 +1,4 @@
-"""Drift of heads: what is measured is what the heads did, and the profile it gives is one that engines are built with."""
+"""Drift of heads: what is measured is what the heads did, and engines are built with the profile it gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trt_redknot import Engine
 from trt_redknot.cli.build_engine import build_engine_command
 from trt_redknot.cli.profile_heads import profile_heads_command
 from trt_redknot.errors import RequestError
-from trt_redknot.evaluation.heads import HeadTap, drift_profile, measure_drift
+from trt_redknot.evaluation.heads import HeadTap, drift_profile, heads_of, measure_drift
 
 
 def test_a_context_that_changes_nothing_gives_no_drift_and_another_gives_some(nano: Nano) -> None:
@@ -31,27 +31,20 @@ def test_a_context_that_changes_nothing_gives_no_drift_and_another_gives_some(na
     assert (drift.size > 0).all()
     assert (drift.change.sum(-1) > 0).all()
     # The tap changes nothing: the same tokens alone and alone again have no drift.
-    alone = [measure_alone(engine, tap, first) for _ in range(2)]
+    alone = [heads_of(engine, tap, first) for _ in range(2)]
     assert all(torch.equal(a.local, b.local) for a, b in zip(*alone, strict=True))
-
-
-def measure_alone(engine: Engine, tap: HeadTap, tokens: list[int]) -> list:  # type: ignore[type-arg]
-    from trt_redknot.evaluation.heads import _run
-
-    return _run(engine, tap, tokens)
 
 
 def test_contributions_of_all_heads_are_the_projected_state(nano: Nano) -> None:
     tap = HeadTap()
     engine = Engine.open(nano.directory, watch=tap.watch)
     tokens = list(range(2, 66))
-    layers = measure_alone(engine, tap, tokens)
+    layers = heads_of(engine, tap, tokens)
     assert len(layers) == engine.geometry.layers
     for layer in layers:
         state = torch.einsum("rghd,gchd->rgc", layer.local, layer.local_weight)
-        projected = engine._context.ops.grouped_linear(
-            layer.local.flatten(1, 2), layer.local_weight.flatten(2)
-        )  # the op that the engine itself uses
+        # The op that the engine itself uses.
+        projected = tap.grouped_linear(layer.local.flatten(1, 2), layer.local_weight.flatten(2))
         torch.testing.assert_close(state.flatten(1), projected, rtol=1e-4, atol=1e-5)
 
 

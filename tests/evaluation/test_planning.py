@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trt_redknot.cli.evaluate import evaluate_command
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.config.released import released_geometry
@@ -47,7 +48,9 @@ def test_projections_stay_below_the_ceiling_and_pay_by_their_own_arithmetic(
 
 
 def test_pure_omission_saves_most() -> None:
-    saved = [project(FLASH, PROFILE, 32768, 8, ReusePolicy(budget=budget)).token_rows for budget in (0.0, 0.2, 0.5, 1.0)]
+    saved = [
+        project(FLASH, PROFILE, 32768, 8, ReusePolicy(budget=budget)).token_rows for budget in (0.0, 0.2, 0.5, 1.0)
+    ]
     assert saved == sorted(saved, reverse=True)
 
 
@@ -67,8 +70,9 @@ def test_row_counts_are_those_of_the_saved_bench() -> None:
 
 def test_both_forms_of_bench_files_are_read(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    arms = {"recompute": {"speedup": 1.0, "ledgers": {"token_rows": {"saved": 0, "total": 5, "share": 0.0}}},
-            "full": {"speedup": 2.5, "ledgers": {"token_rows": {"saved": 3, "total": 5, "share": 0.6}}, "more": 1}}  # fmt: skip
+    full = {"speedup": 2.5, "ledgers": {"token_rows": {"saved": 3, "total": 5, "share": 0.6}}, "more": 1}
+    none = {"speedup": 1.0, "ledgers": {"token_rows": {"saved": 0, "total": 5, "share": 0.0}}}
+    arms = {"recompute": none, "full": full}
     path.write_text(json.dumps({"geometry": "flash", "lengths": [{"length": 4096, "arms": arms}], "other": []}))
     (point,) = read_measured(path)
     assert (point.length, point.arm, point.speedup, point.token_rows_saved) == (4096, "full", 2.5, 0.6)
@@ -82,3 +86,18 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
         read_measured(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_measured(tmp_path / "none.json")
+
+
+def test_the_command_says_that_it_projects(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["projections", "--length", "8192", "--documents", "4", "--measured", str(SAVED)]
+    evaluate_command(None).main([*arguments, "--json"], standalone_mode=False)
+    said = json.loads(capsys.readouterr().out)
+    assert said["evidence"] == "projected"
+    assert round(said["ceiling"], 4) == 0.7529
+    assert [row["length"] for row in said["lengths"]] == [8192]
+    assert said["lengths"][0] == project(FLASH, PROFILE, 8192, 4, ReusePolicy()).to_json()
+    assert {check["arm"] for check in said["checks"]} == {"full", "active", "fast"}
+    evaluate_command(None).main(arguments, standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert shown.count("(projected)") >= 3
+    assert "(archived)" in shown

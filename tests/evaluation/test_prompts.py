@@ -52,23 +52,20 @@ def test_order_keeps_the_documents(order: str) -> None:
     assert other == make_prompt(made, bytes_of, Cutting(order=order))  # type: ignore[arg-type]
 
 
+ONLY = "only give me the answer and do not output any other words."
+GIVEN = f"Answer the question based on the given passages. {ONLY.capitalize()}"
+
+
 def test_templates_are_longbenchs() -> None:
-    made = passages(1, 2, "multifieldqa_en")
-    prompt = make_prompt(made, bytes_of, Cutting())
+    prompt = make_prompt(passages(1, 2, "multifieldqa_en"), bytes_of, Cutting())
     assert bytes(prompt.before).decode() == "Read the following text and answer briefly.\n\n"
-    assert bytes(prompt.after).decode().endswith(
-        "\n\nNow, answer the following question based on the above text, only give me the answer and do not output any "
-        "other words.\n\nQuestion: Where does Olin work?\nAnswer:"
-    )
-    prompt = make_prompt(passages(2, 2, "2wikimqa"), bytes_of, Cutting())
-    assert bytes(prompt.before).decode() == (
-        "Answer the question based on the given passages. Only give me the answer and do not output any other words."
-        "\n\nThe following are given passages.\n"
-    )
     assert bytes(prompt.after).decode() == (
-        "\n\nAnswer the question based on the given passages. Only give me the answer and do not output any other words."
+        f"\n\nNow, answer the following question based on the above text, {ONLY}"
         "\n\nQuestion: Where does Olin work?\nAnswer:"
     )
+    prompt = make_prompt(passages(2, 2, "2wikimqa"), bytes_of, Cutting())
+    assert bytes(prompt.before).decode() == f"{GIVEN}\n\nThe following are given passages.\n"
+    assert bytes(prompt.after).decode() == f"\n\n{GIVEN}\n\nQuestion: Where does Olin work?\nAnswer:"
 
 
 def test_a_context_without_tokens_is_refused() -> None:

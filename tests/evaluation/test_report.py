@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -97,7 +98,7 @@ def test_the_page_shows_both_answers_and_escapes_them() -> None:
     assert "repeats every 2 tokens" in page
     # Answers that differ come first.
     assert page.index("policy, differs") < page.index("policy, same")
-    assert not re.search(r'(?:src|href)\s*=|url\(|@import', page)
+    assert not re.search(r"(?:src|href)\s*=|url\(|@import", page)
 
 
 MEANS = st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0, 1e3), st.floats(0, 1e3)), min_size=1, max_size=9)
@@ -112,7 +113,7 @@ def test_a_chart_keeps_order_and_stays_inside(values: list[tuple[float, float, f
     for mark in marks:
         assert drawn.left <= mark.x <= drawn.right
         assert 0 <= mark.high <= mark.y <= mark.low <= drawn.bottom
-    for one, other in zip(marks, marks[1:], strict=False):
+    for one, other in pairwise(marks):
         assert one.x < other.x
     ordered = sorted(range(len(values)), key=lambda index: intervals[index].mean)
     heights = [marks[index].y for index in ordered]

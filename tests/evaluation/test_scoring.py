@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from trt_redknot.evaluation.scoring import best_exact_match, best_f1, exact_match, f1_score, normalize_answer
 
 WORDS = st.lists(
-    st.sampled_from(["a", "The", "an", "theory", "Paris,", "paris", "x-ray", "(the)", "42", "42.", "", "  ", "the\tend"]),
+    st.sampled_from(
+        ["a", "The", "an", "theory", "Paris,", "paris", "x-ray", "(the)", "42", "42.", "", "  ", "the\tend"]
+    ),
     max_size=8,
 ).map(" ".join)
 

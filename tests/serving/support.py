@@ -27,7 +27,7 @@ from trt_redknot.serving.intake import Intake
 from trt_redknot.serving.jobs import Job
 from trt_redknot.serving.link import LocalLink
 from trt_redknot.serving.messages import BuildRequest, Event, ServingFault, ServingRequest
-from trt_redknot.serving.runner import Stores
+from trt_redknot.serving.stores import Stores
 
 VOCAB = 257
 POLICY = {"boundary": 4, "tail": 4, "top_entries": 2, "budget": 0.25}

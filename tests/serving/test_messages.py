@@ -122,7 +122,7 @@ def test_commands_survive_json() -> None:
 
     commands = [
         Preload(job=1, tenant="t", artifact_ids=("a", "b")),
-        Admit(job=1, tenant="t", request=RequestFile(**content), late_s=2.5),
+        Admit(job=1, tenant="t", request=RequestFile(**content), left_s=2.5),
         Build(job=2, tenant="t", tokens=(1, 2), rebuild=True),
         Advance(job=1, steps=4),
         Decode(jobs=(1, 2)),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.serving.support import Bench, Theatre, ask, ids, outcome
+from tests.serving.support import POLICY, Bench, Theatre, ask, ids, outcome
 from trt_redknot import ArtifactStore, Response
 from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.jobs import Job, Phase
@@ -96,7 +97,7 @@ def test_interleaving_changes_no_answer(
             jobs[number] = (job, answer, True)
     stage.finish()
     for job, answer, cancelled in jobs:
-        if cancelled and isinstance(last := outcome_of(job), FailedEvent):
+        if cancelled and isinstance(last := outcome(job), FailedEvent):
             assert last.fault is ServingFault.CANCELLED
         elif not cancelled:
             assert_same(job, answer)
@@ -104,8 +105,79 @@ def test_interleaving_changes_no_answer(
     stage.assert_nothing_held()
 
 
-def outcome_of(job: Job) -> object:
-    return outcome(job)
+ARRIVAL = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(["tokens", "artifacts", "documents", "build", "nobody has it"]),
+        "missing": st.sampled_from(["recompute", "build", "refuse"]),
+        "reuse": st.booleans(),
+        "tenant": st.sampled_from(["one", "two"]),
+        "length": st.integers(1, 60),
+        "steps": st.integers(1, 10),
+        "deadline_s": st.sampled_from([None, None, 3.0, 20.0]),
+        "pause": st.integers(0, 15),
+        "cancel": st.sampled_from([None, None, None, 0, 4, 30]),
+        "stop": st.booleans(),
+    }
+)
+
+
+def make_message(bench: Bench, arrival: dict[str, Any], documents: list[list[int]]) -> ServingRequest | BuildRequest:
+    envelope = {"tenant": arrival["tenant"], "deadline_s": arrival["deadline_s"]}
+    if arrival["kind"] == "build":
+        return BuildRequest.parse({"documents": [{"tokens": each} for each in documents], **envelope})
+    named = {
+        "tokens": [],
+        "artifacts": [{"artifact": bench.store.artifact_id(each, bench.engine.identity)} for each in documents],
+        "documents": [{"tokens": each} for each in documents],
+        "nobody has it": [{"artifact": "0" * 32}],
+    }[arrival["kind"]]
+    return ServingRequest.parse(
+        {
+            "documents": named, "question": ids(arrival["length"]), "missing": arrival["missing"],
+            "reuse": POLICY if arrival["reuse"] else None, "max_new_tokens": arrival["steps"], "stop_tokens": [],
+            "stop": ["a", "\u20ac"] if arrival["stop"] else [], **envelope,
+        }
+    )  # fmt: skip
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(arrivals=st.lists(ARRIVAL, min_size=3, max_size=8), ticks=st.sampled_from([0.0, 0.05, 0.5]))
+def test_any_mix_comes_to_its_end_and_leaves_nothing(
+    bench: Bench, stage: Theatre, arrivals: list[dict[str, Any]], ticks: float
+) -> None:
+    """Builds, answers, refusals, deadlines and cancellations of two tenants, over documents that come into being."""
+    documents = [ids(random.randrange(5, 40)) for _ in range(2)]
+    jobs: list[tuple[Job, dict[str, Any]]] = []
+    patience: dict[int, int] = {}
+
+    def turn() -> None:
+        stage.turn()
+        stage.now += ticks
+        for job, _ in jobs:
+            left = patience.get(job.number)
+            if left is not None:
+                patience[job.number] = left - 1
+                if left == 0:
+                    job.stream.cancel()
+
+    for arrival in arrivals:
+        job = stage.submit(make_message(bench, arrival, documents))
+        jobs.append((job, arrival))
+        if arrival["cancel"] is not None:
+            patience[job.number] = arrival["cancel"]
+        for _ in range(arrival["pause"]):
+            turn()
+    while stage.conductor.scheduler.jobs:
+        turn()
+    for job, arrival in jobs:
+        last = outcome(job)
+        allowed = {ServingFault.MISSING_DOCUMENT} if arrival["kind"] != "tokens" else set()
+        allowed |= {ServingFault.CANCELLED} if arrival["cancel"] is not None else set()
+        allowed |= {ServingFault.DEADLINE} if arrival["deadline_s"] is not None else set()
+        assert isinstance(last, DoneEvent) or last.fault in allowed, (last, arrival)
+        if isinstance(last, DoneEvent) and last.finish_reason == "length":
+            assert len(last.tokens) == arrival["steps"]
+    stage.assert_nothing_held()
 
 
 PHASES = [phase for phase in Phase if phase is not Phase.OVER]
@@ -287,7 +359,10 @@ def test_a_document_that_another_process_never_finishes(bench: Bench, stage: The
     artifact_id = bench.store.artifact_id(document, bench.engine.identity)
     with ArtifactStore(bench.store.root)._folder.build_lock(artifact_id, 1.0):
         build = stage.submit(BuildRequest.parse({"documents": [{"tokens": document}]}))
-        values = {"documents": [{"tokens": document}], "question": [1, 2], "max_new_tokens": 2, "missing": "build"}
+        values = {
+            "documents": [{"tokens": document}], "question": [1, 2], "max_new_tokens": 2, "missing": "build",
+            "reuse": {"deadline_s": 1e6},
+        }  # fmt: skip
         asked = stage.submit(ServingRequest.parse(values))
         stage.until(lambda: build.phase is asked.phase is Phase.OVER, tick_s=20.0)
     last = outcome(build)
@@ -374,6 +449,24 @@ def test_artifacts_that_are_not_verified_in_time_are_not_waited_for(
     assert last.report["arm"] == "recompute"
     assert last.report["fallback_reason"] == "timeout"
     stage.assert_nothing_held()
+
+
+def test_artifacts_that_were_verified_wait_for_their_turn(
+    bench: Bench, stage: Theatre, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the policy allows for admission is not spent while others hold all places."""
+    request = ask([{"artifact": bench.artifact_ids[1]}, {"tokens": ids(3)}], 3)
+    limited = request.model_copy(update={"reuse": request.reuse.model_copy(update={"deadline_s": 2.0})})  # type: ignore[union-attr]
+    job = stage.submit(limited)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.conductor.scheduler, "_start", lambda now: [])
+        stage.until(lambda: job.phase is Phase.READY)
+        stage.now += 100.0
+        stage.turn()
+    stage.finish()
+    last = outcome(job)
+    assert isinstance(last, DoneEvent)
+    assert last.report["arm"] == "reuse"
 
 
 def test_random_sizes_of_everything(

@@ -20,8 +20,10 @@ from trt_redknot.engine.tensorrt.platform import Platform
 from trt_redknot.engine.tensorrt.profiles import Phase, PlanLimits
 from trt_redknot.engine.tensorrt.running import bind_sizes, choose_phase, output_shape, plan_ranges
 from trt_redknot.engine.tensorrt.specification import PlanSpec
+from trt_redknot.engine.tensorrt.verification import unpacked
 from trt_redknot.ops.interface import Ops
 from trt_redknot.ops.reference.backend import ReferenceOps
+from trt_redknot.ops.reference.packing import pack_latents, pack_rows
 from trt_redknot.ops.tables import AttentionTable, CompressTable
 from trt_redknot.ops.tensorrt.experts import EXPERT_BLOCK
 from trt_redknot.ops.tensorrt.plugins import CutPort
@@ -135,7 +137,8 @@ class Interpreter:
         described = {tensor.name: self._described(tensor.type, tensors[tensor.name]) for tensor in spec.inputs}
         sizes = bind_sizes(spec, described)
         self.runs.append((plan, choose_phase(spec, self._ranges[plan], sizes)))
-        replay = _Replay(self, tensors, sizes, {id(recording.inputs[name]): tensors[name] for name in tensors})
+        numbers = unpacked(spec, tensors, self._dtype)
+        replay = _Replay(self, tensors, sizes, {id(recording.inputs[name]): numbers[name] for name in tensors})
         for step in recording.steps:
             replay.step(step)
         outputs = {}
@@ -145,6 +148,10 @@ class Interpreter:
             nothing = torch.zeros(1, dtype=torch.int32) if wanted.name == "faults" else None
             outputs[wanted.name] = found = replay.values.get(id(value), nothing)
             assert found is not None, (plan, wanted.name)
+            if wanted.type is ElementType.INT8:
+                is_key = wanted.name == "index_keys"
+                found = pack_rows(found) if is_key else pack_latents(found, spec.geometry.rope_dim)
+                outputs[wanted.name] = found = found.view(torch.int8)
             assert tuple(found.shape) == output_shape(wanted, sizes), (plan, wanted.name)
         return outputs
 

@@ -10,11 +10,12 @@ import torch
 
 from tests.support.interpreter import Interpreter
 from tests.support.networks import NetworkOptions, network, write_network
+from tests.support.plans import BFLOAT16
 from trt_redknot import Engine
 from trt_redknot.collectives import Collectives, from_communicator
 from trt_redknot.engine.loading import LoadedRank, load_rank
+from trt_redknot.engine.tensorrt.backend import PlanBackend, PlanRuntime
 from trt_redknot.engine.tensorrt.build import fp8_experts, plan_specs
-from trt_redknot.engine.tensorrt.execution import PlanBackend, PlanRuntime
 from trt_redknot.engine.tensorrt.platform import Platform
 from trt_redknot.engine.tensorrt.profiles import PlanLimits
 from trt_redknot.engine.tensorrt.running import aligned
@@ -71,7 +72,7 @@ class PlanFiles:
         return Interpreter(platform, self.specs, self.limits, self.collectives, self.loaded.manifest.torch_dtype)
 
 
-def load_for_plans(directory: Path, comm: Intracomm | None) -> PlanFiles:
+def load_for_plans(directory: Path, comm: Intracomm | None, form: PlanFormat = BFLOAT16) -> PlanFiles:
     """This rank of the torch engine in `directory`."""
     collectives = from_communicator(comm)
     loaded = load_rank(directory, collectives.rank, collectives.size, torch.device("cpu"), verify=False)
@@ -80,7 +81,7 @@ def load_for_plans(directory: Path, comm: Intracomm | None) -> PlanFiles:
         layers=[_aligned(fp8_experts(dict(layer))) for layer in loaded.layers],
         shared=_aligned(loaded.shared),
         collectives=collectives,
-        specs=plan_specs(loaded.geometry, world=collectives.size, format=PlanFormat()),
+        specs=plan_specs(loaded.geometry, world=collectives.size, format=form),
         limits=PlanLimits(chunk_rows=loaded.manifest.chunk_rows, max_length=512, decode_rows=2),
     )
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.parse import geometry_from_config
 from trt_redknot.config.released import released_config, released_geometry
@@ -46,6 +44,9 @@ def nano_geometry() -> ModelGeometry:
 
 def write_nano(directory: Path) -> Path:
     """A checkpoint of the nano geometry with random weights, written by transformers."""
+    # Ranks that only build have no use for it, and it takes seconds to import.
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
     model = DeepseekV4ForCausalLM(DeepseekV4Config.from_dict(nano_config()))
     model.save_pretrained(directory)
     return directory

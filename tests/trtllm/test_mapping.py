@@ -1,7 +1,7 @@
 """A mapping of TensorRT-LLM as the place of a rank.
 
-`Mapping` below has what NVIDIA/TensorRT-LLM's tensorrt_llm/mapping.py (public, Apache 2.0, releases 1.0 to 1.2) says of the
-real class: its arguments, what it fills in, and tp_rank = rank % tp_size, moe_ep_rank = tp_rank % moe_ep_size, ep_experts.
+`Mapping` below has what tensorrt_llm/mapping.py of NVIDIA/TensorRT-LLM (public; read at commit 05ebebb2) says of the
+real class: its arguments, what it fills in, tp_rank = rank % tp_size, moe_ep_rank = tp_rank % moe_ep_size, ep_experts.
 """
 
 from __future__ import annotations

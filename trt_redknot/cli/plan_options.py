@@ -32,6 +32,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OPTIONS = (
     click.option("--decode-rows", type=click.IntRange(1), default=64, show_default=True,
                  help="tensorrt: most sequences that are decoded together."),
+    click.option("--pool-tokens", type=click.IntRange(1),
+                 help="tensorrt: most tokens of all requests that are open together. Left out: --max-length."),
     click.option("--workspace-gib", type=click.IntRange(1), default=4, show_default=True,
                  help="tensorrt: scratch memory that a plan may use, GiB."),
     click.option("--optimization-level", type=click.IntRange(0, 5), default=3, show_default=True,
@@ -68,7 +70,12 @@ def plan_options(
     if cache is not None and ranks > 1:
         cache = cache.with_name(f"{cache.name}.{rank}")
     return PlanOptions(
-        limits=PlanLimits(chunk_rows=chunk_rows, max_length=max_length, decode_rows=chosen["decode_rows"]),
+        limits=PlanLimits(
+            chunk_rows=chunk_rows,
+            max_length=max_length,
+            decode_rows=chosen["decode_rows"],
+            pool_tokens=chosen["pool_tokens"],
+        ),
         format=PlanFormat(packed_cache=packed, packed_local=packed),
         settings=BuilderSettings(
             workspace_bytes=chosen["workspace_gib"] * 2**30,

@@ -17,7 +17,11 @@ from trt_redknot.ops.interface import Ops
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """What a pass needs of the rank it runs on; never looked up, always handed in."""
+    """What a pass needs of the rank it runs on; never looked up, always handed in.
+
+    Attributes:
+        packed_cache: pools hold packed FP8 rows.
+    """
 
     geometry: ModelGeometry
     profile: SplitProfile
@@ -30,3 +34,4 @@ class RankContext:
     dtype: torch.dtype
     device: torch.device
     tiles: Tiles
+    packed_cache: bool = False

@@ -149,7 +149,7 @@ class Documents:
                 before = sum(each.entries(ratio) for each in state.segments[: segment.index])
                 first, count = state.entry_offsets[ratio] + before, segment.entries(ratio)
             assert target is not None
-            target[first : first + count] = self._source.take(read)
+            target[first : first + count] = pool.rows.stored(part, self._source.take(read))
 
     def boundary(self, rows: RowSet) -> Boundary:
         """Last rows of documents that do not run with `rows`; their raw projections are in the artifact."""

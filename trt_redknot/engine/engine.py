@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from trt_redknot.admission.admit import Admission, admit
-from trt_redknot.admission.reasons import FallbackReason
 from trt_redknot.admission.recompute import document_tokens
 from trt_redknot.artifacts.contents import Part, artifact_parts
 from trt_redknot.artifacts.identity import ArtifactIdentity
@@ -30,7 +29,7 @@ from trt_redknot.engine.producer import Produced, Producer
 from trt_redknot.engine.response import Response
 from trt_redknot.engine.ropes import RopeTables
 from trt_redknot.engine.steps import Steps, drain
-from trt_redknot.engine.tensorrt.execution import PlanBackend
+from trt_redknot.engine.tensorrt.backend import PlanBackend
 from trt_redknot.engine.tensorrt.starting import start_plans
 from trt_redknot.engine.tiles import TileOptions, Tiles
 from trt_redknot.engine.walk import LayerWalk
@@ -88,6 +87,7 @@ class Engine:
             dtype=manifest.torch_dtype,
             device=device,
             tiles=Tiles(manifest.torch_dtype, device, tiles or TileOptions.default(device)),
+            packed_cache=plans is not None and plans.specs[0].format.packed_cache,
         )
 
     @property
@@ -184,6 +184,10 @@ class Engine:
                 producer = Producer(self._context, build, np.asarray(token_ids, dtype=np.int64), pool)
                 try:
                     yield from producer.run()
+                    self._context.stages.check()
+                except EngineError as error:
+                    # All ranks learn of it when they publish, and nothing becomes visible.
+                    build.fail(error)
                 finally:
                     producer.close()
             return Produced(artifact_id=build.publish(), built=not build.exists)
@@ -252,7 +256,7 @@ class Engine:
                 batch.append(self.admit(item, store))
             pool = self._pool([Generation.size(self.geometry, item) for item in batch])
             responses = Generation(self._context, pool).run(batch)
-            self._check_stages()
+            self.check_stages()
         finally:
             for admitted in batch:
                 admitted.close()
@@ -264,10 +268,20 @@ class Engine:
         return Generation(self._context, self._pool([capacity]))
 
     def _pool(self, sizes: Sequence[PoolRows]) -> CachePool:
-        return CachePool(self.geometry, PoolRows.sum(sizes), dtype=self._context.dtype, device=self._context.device)
+        return CachePool(
+            self.geometry,
+            PoolRows.sum(sizes),
+            dtype=self._context.dtype,
+            device=self._context.device,
+            packed=self._context.packed_cache,
+        )
 
-    def _check_stages(self) -> None:
-        """What a rank's stages noted fails the requests on all ranks."""
+    def check_stages(self) -> None:
+        """What a rank's stages noted fails all ranks. Collective; may wait for the device.
+
+        Raises:
+            EngineError: a fault that a stage could only note; on all ranks.
+        """
         failure: RedKnotError | None = None
         try:
             self._context.stages.check()
@@ -275,13 +289,11 @@ class Engine:
             failure = error
         agree(self.collectives, None, failure)
 
-    def admit(
-        self, request: Request, store: ArtifactStore | None, *, refusal: tuple[FallbackReason, str] | None = None
-    ) -> Admitted:
+    def admit(self, request: Request, store: ArtifactStore | None, *, deadline_s: float | None = None) -> Admitted:
         """A request's agreed way through the engine: tokens, segments, leases. The caller closes it. Collective.
 
         Args:
-            refusal: a reason not to reuse that the caller knows already, and the same in words.
+            deadline_s: seconds that are left of those the request's policy allows; left out: all of them.
 
         Raises:
             RequestError, StoreError: as `generate`; on all ranks.
@@ -303,7 +315,8 @@ class Engine:
             else:
                 admission = admit(
                     named, store, identity=self.identity, geometry=self.geometry, profile=self.manifest.profile,
-                    collectives=self.collectives, deadline_s=request.reuse.deadline_s, refusal=refusal,
+                    collectives=self.collectives,
+                    deadline_s=request.reuse.deadline_s if deadline_s is None else deadline_s,
                 )  # fmt: skip
                 documents = [document.tokens for document in admission.documents]
         admission_s = time.perf_counter() - started

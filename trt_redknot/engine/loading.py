@@ -15,10 +15,12 @@ from trt_redknot.collectives import Collectives
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry
 from trt_redknot.engine.executor import OpsExecutor, StageExecutor
 from trt_redknot.engine.manifest import MANIFEST, EngineManifest, check_files, read_manifest, weight_files
+from trt_redknot.engine.tensorrt.backend import PlanBackend
 from trt_redknot.engine.tensorrt.build import plan_paths
-from trt_redknot.engine.tensorrt.execution import PlanBackend, PlanExecutor
+from trt_redknot.engine.tensorrt.execution import PlanExecutor
 from trt_redknot.engine.tensorrt.opening import OpenedPlans, check_platform, open_plans
 from trt_redknot.engine.tensorrt.platform import Platform, find_platform
+from trt_redknot.engine.tensorrt.running import aligned
 from trt_redknot.engine.weights import check_tensors, stored_tensors
 from trt_redknot.errors import EngineError
 from trt_redknot.model.layers import Weights
@@ -75,6 +77,9 @@ def load_rank(directory: Path, rank: int, size: int, device: torch.device, *, ve
         loaded.append(_load(directory / name, device))
         wanted = stored_tensors(geometry, layer, rank, size, manifest.torch_dtype, fp8_experts=by_plans)
         check_tensors(loaded[-1], wanted, directory / name)
+        if by_plans:
+            # Plans are bound by address, and not every address will do.
+            loaded[-1] = {name: aligned(tensor) for name, tensor in loaded[-1].items()}
     *layers, shared = loaded
     # Checked with the weights: once is enough.
     opened = None if platform is None else open_plans(directory, platform, verify=False)

@@ -52,13 +52,14 @@ class PlanRecord(_Strict):
     """What the plans of an engine were built for.
 
     Attributes:
-        decode_rows, segments: limits beside those of the engine (:class:`PlanLimits`).
+        decode_rows, segments, pool_tokens: limits beside those of the engine (:class:`PlanLimits`).
         packed_cache, packed_local: caches are packed FP8 rows.
         collectives: what moves rows between ranks inside plans.
     """
 
     decode_rows: int = Field(ge=1)
     segments: int = Field(ge=1)
+    pool_tokens: int | None = Field(ge=1)
     packed_cache: bool
     packed_local: bool
     collectives: Literal["none", "plugin", "native"]

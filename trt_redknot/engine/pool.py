@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from trt_redknot.artifacts.contents import Part
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry
+from trt_redknot.engine.cache_rows import CacheRows, forget
 from trt_redknot.engine.ranges import Ranges
 from trt_redknot.request.segments import Segment, SegmentKind
 
@@ -108,12 +110,20 @@ class CachePool:
     Args:
         geometry: the network.
         capacity: rows of each kind.
+        packed: latents, entries and Indexer keys are packed FP8 rows.
     """
 
     def __init__(
-        self, geometry: ModelGeometry, capacity: PoolRows, *, dtype: torch.dtype, device: torch.device
+        self,
+        geometry: ModelGeometry,
+        capacity: PoolRows,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        packed: bool = False,
     ) -> None:
         self.geometry = geometry
+        self.rows = cache = CacheRows(geometry=geometry, dtype=dtype, packed=packed)
         self.capacity = capacity
         self._latents = Ranges(capacity.latents)
         self._entries = {ratio: Ranges(rows) for ratio, rows in capacity.entries.items()}
@@ -124,7 +134,7 @@ class CachePool:
         def nothing(rows: int, width: int) -> torch.Tensor:
             return torch.full((rows, width), float("nan"), dtype=dtype, device=device)
 
-        self.latents = [nothing(capacity.latents, geometry.head_dim) for _ in range(geometry.layers)]
+        self.latents = [cache.nothing(Part.LATENTS, capacity.latents, device) for _ in range(geometry.layers)]
         self.entries: list[torch.Tensor | None] = []
         self.index_keys: list[torch.Tensor | None] = []
         self.tails: list[tuple[torch.Tensor, ...]] = []
@@ -132,8 +142,9 @@ class CachePool:
             ratio = geometry.ratio(layer)
             rows = capacity.entries.get(ratio, 0)
             keep = tail_rows(kind, ratio) * capacity.sequences
-            self.entries.append(nothing(rows, geometry.head_dim) if ratio else None)
-            self.index_keys.append(nothing(rows, geometry.index_dim) if kind is AttentionKind.CSA else None)
+            self.entries.append(cache.nothing(Part.ENTRIES, rows, device) if ratio else None)
+            keys = cache.nothing(Part.INDEX_KEYS, rows, device) if kind is AttentionKind.CSA else None
+            self.index_keys.append(keys)
             self.tails.append(tuple(nothing(keep, width) for width in raw_widths(geometry, layer)))
 
     @property
@@ -166,18 +177,14 @@ class CachePool:
         size = self._open.pop(state.slot)
         for layer, kind in enumerate(self.geometry.attention_kinds):
             ratio = self.geometry.ratio(layer)
-            _forget(self.latents[layer], state.latent_offset, size.latents)
+            forget(self.latents[layer], state.latent_offset, size.latents)
             for table in (self.entries[layer], self.index_keys[layer]):
                 if table is not None:
-                    _forget(table, state.entry_offsets[ratio], size.entries[ratio])
+                    forget(table, state.entry_offsets[ratio], size.entries[ratio])
             keep = tail_rows(kind, ratio)
             for tail in self.tails[layer]:
-                _forget(tail, state.slot * keep, keep)
+                forget(tail, state.slot * keep, keep)
         self._slots.give(state.slot, 1)
         self._latents.give(state.latent_offset, size.latents)
         for ratio, rows in size.entries.items():
             self._entries[ratio].give(state.entry_offsets[ratio], rows)
-
-
-def _forget(table: torch.Tensor, start: int, rows: int) -> None:
-    table[start : start + rows] = float("nan")

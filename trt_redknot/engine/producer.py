@@ -91,14 +91,17 @@ class Producer:
             self._add(Part.LOCAL, layer, torch.cat(self._observe.local.pop(layer)))
         if not self._writes(layer // LAYERS_PER_GROUP):
             return
-        self._add(Part.LATENTS, layer, pool.latents[layer][state.latent_offset :][: len(self._tokens)])
+        latents = pool.latents[layer][state.latent_offset :][: len(self._tokens)]
+        self._add(Part.LATENTS, layer, pool.rows.values(Part.LATENTS, latents))
         ratio = self._context.geometry.ratio(layer)
         entries, index_keys = pool.entries[layer], pool.index_keys[layer]
         count = state.segments[0].entries(ratio)
         if entries is not None:
-            self._add(Part.ENTRIES, layer, entries[state.entry_offsets[ratio] :][:count])
+            rows = entries[state.entry_offsets[ratio] :][:count]
+            self._add(Part.ENTRIES, layer, pool.rows.values(Part.ENTRIES, rows))
         if index_keys is not None:
-            self._add(Part.INDEX_KEYS, layer, index_keys[state.entry_offsets[ratio] :][:count])
+            rows = index_keys[state.entry_offsets[ratio] :][:count]
+            self._add(Part.INDEX_KEYS, layer, pool.rows.values(Part.INDEX_KEYS, rows))
             self._add(Part.BOUNDARY, layer, _last_raw_rows(pool, state, layer, ratio))
 
     def _keep_streams(self, streams: torch.Tensor, rows: RowSet) -> None:

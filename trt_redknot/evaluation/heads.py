@@ -111,10 +111,10 @@ def measure_drift(engine: Engine, tap: HeadTap, documents: Sequence[Sequence[int
     """
     if len(documents) < 2:
         raise RequestError("heads are compared in context", expected="at least two documents", found=len(documents))
-    together = _run(engine, tap, [token for document in documents for token in document])
+    together = heads_of(engine, tap, [token for document in documents for token in document])
     start, drift = len(documents[0]), None
     for document in documents[1:]:
-        alone = _run(engine, tap, list(document))
+        alone = heads_of(engine, tap, list(document))
         layers = [
             _layer_drift(engine, layer, apart, joined.rows(start, start + len(document)))
             for layer, (apart, joined) in enumerate(zip(alone, together, strict=True))
@@ -137,7 +137,8 @@ def drift_profile(engine: Engine, drift: Drift, name: str) -> SplitProfile:
     return SplitProfile.model_validate(profile.model_dump() | {"name": name, "global_heads": heads})
 
 
-def _run(engine: Engine, tap: HeadTap, tokens: list[int]) -> list[LayerHeads]:
+def heads_of(engine: Engine, tap: HeadTap, tokens: list[int]) -> list[LayerHeads]:
+    """What the heads of every layer give for these tokens alone, this rank's groups of them. Collective."""
     engine.generate(Request(segments=[Tokens(tokens)], max_new_tokens=1, reuse=None))
     return tap.take(len(tokens), engine.geometry.output_groups // engine.collectives.size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def worker() -> None:
         raise LaunchError(
             "a worker is a rank other than 0 of an MPI job", remedy="Start the job with run/serve_triton.sh."
         )
+    # mpirun passes SIGTERM to every rank. Rank 0 then finishes what is open, for which it needs the others.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     follow_leader(comm)
 
 

@@ -30,13 +30,13 @@ class Admit(_Command):
 
     Attributes:
         request: without texts.
-        late_s: the artifacts were not verified within so many seconds: the request recomputes. None: they were.
+        left_s: seconds left of those that the ranks may spend on the artifacts before the request is recomputed.
     """
 
     op: Literal["admit"] = "admit"
     tenant: str
     request: RequestFile
-    late_s: float | None = None
+    left_s: float
 
 
 class Begin(_Command):

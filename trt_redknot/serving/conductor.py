@@ -12,14 +12,16 @@ from trt_redknot.config.documents import parse_json_object
 from trt_redknot.engine.engine import Engine
 from trt_redknot.engine.producer import Produced
 from trt_redknot.engine.response import Response
+from trt_redknot.errors import StoreError
 from trt_redknot.observability.serving import ServingMetrics
 from trt_redknot.serving.commands import Command, Stop, encode_commands
 from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.jobs import Job, Phase
 from trt_redknot.serving.link import Link
 from trt_redknot.serving.messages import BuiltEvent, DoneEvent, ServingFault, TokenEvent
-from trt_redknot.serving.runner import Advanced, Agreed, Drawn, Failed, Outcome, RankRunner, Stores
+from trt_redknot.serving.runner import Advanced, Agreed, Drawn, Failed, Outcome, RankRunner
 from trt_redknot.serving.scheduler import Room, Scheduler
+from trt_redknot.serving.stores import Stores
 
 _logger = logging.getLogger("trt_redknot.serving")
 
@@ -70,7 +72,7 @@ class Conductor:
         """Do what is due. False where nothing was, and nothing is before a job comes or artifacts are verified."""
         scheduler = self.scheduler
         commands = self._drop(scheduler.ended(self.clock()))
-        scheduler.verified(self.runner.preloader.finished())
+        scheduler.verified(self.runner.preloader.finished(), self.clock())
         planned = scheduler.plan(self.clock())
         if not commands and not planned and not (scheduler.awaits_files and self.link.size > 1):
             return False
@@ -93,7 +95,7 @@ class Conductor:
         if self.link.size == 1:
             return
         for status in self.link.lead(encode_commands(commands)):
-            self.scheduler.verified(parse_json_object(status)["verified"])
+            self.scheduler.verified(parse_json_object(status)["verified"], self.clock())
 
     def _drop(self, ended: list[tuple[Job, ServingFault]]) -> list[Command]:
         commands: list[Command] = []
@@ -105,9 +107,9 @@ class Conductor:
     def _fail(self, job: Job, fault: ServingFault, message: str) -> None:
         """Tell a job's client, the counters and the log that it failed. Nothing is freed."""
         job.times.ended = self.clock()
-        if job.fail(fault, message):
-            self.metrics.ended(fault.value, job.kind)
-            self._log(job, fault.value, message, {})
+        self.metrics.ended(fault.value, job.kind)
+        self._log(job, fault.value, message, {})
+        job.fail(fault, message)
 
     def _settle(self, command: Command, outcome: Outcome) -> None:
         """Take in what a command did."""
@@ -151,16 +153,9 @@ class Conductor:
 
     def _built(self, job: Job, produced: Produced) -> None:
         now = self.clock()
-        size = 0
-        certificate = self.stores[job.tenant].find(
-            produced.artifact_id, identity=self.runner.engine.identity,
-            tp=TpGeometry.even(self.runner.engine.geometry, self.link.size),
-        )  # fmt: skip
-        if certificate is not None:
-            size = sum(file.size for file in certificate.files)
         event = BuiltEvent(
             index=len(job.built), artifact_id=produced.artifact_id, tokens=len(job.documents[0]), built=produced.built,
-            bytes=size, seconds=now - job.build_started,
+            bytes=self._size(job.tenant, produced.artifact_id), seconds=now - job.build_started,
         )  # fmt: skip
         job.built.append(event)
         self.metrics.document(built=produced.built)
@@ -172,10 +167,23 @@ class Conductor:
             report = self._report(job, {"documents": documents})
             self._done(job, DoneEvent(tokens=(), text=None, tail="", finish_reason="built", report=report))
 
+    def _size(self, tenant: str, artifact_id: str) -> int:
+        """Bytes of an artifact's files; 0 where it is gone again or cannot be looked at."""
+        engine = self.runner.engine
+        tp = TpGeometry.even(engine.geometry, self.link.size)
+        try:
+            certificate = self.stores[tenant].find(artifact_id, identity=engine.identity, tp=tp)
+        except StoreError:
+            return 0
+        return 0 if certificate is None else sum(file.size for file in certificate.files)
+
     def _answer(self, job: Job, response: Response) -> None:
         self.scheduler.finished(job)
         tail = job.text.finish()
-        report = response.report
+        report, times = response.report, job.times
+        assert times.first_token is not None
+        ttft_s, tpot_s = times.first_token - times.submitted, times.tpot_s(len(job.tokens))
+        self.metrics.answered(report.arm, ttft_s=ttft_s, tpot_s=tpot_s)
         stopped = job.text.stopped or response.finish_reason == "stop"
         self._done(
             job,
@@ -184,15 +192,12 @@ class Conductor:
                 finish_reason="stop" if stopped else "length", report=self._report(job, report.to_json()),
             ),
         )  # fmt: skip
-        times = job.times
-        assert times.first_token is not None
-        ttft_s, tpot_s = times.first_token - times.submitted, times.tpot_s(len(job.tokens))
-        self.metrics.answered(report.arm, ttft_s=ttft_s, tpot_s=tpot_s)
 
     def _done(self, job: Job, event: DoneEvent) -> None:
-        job.stream.put(event)
+        # Counted before the client can know: whoever has the answer finds it counted.
         self.metrics.ended(COMPLETED, job.kind)
         self._log(job, COMPLETED, event.finish_reason, event.report)
+        job.stream.put(event)
 
     def _report(self, job: Job, report: dict[str, object]) -> dict[str, object]:
         job.times.ended = self.clock()

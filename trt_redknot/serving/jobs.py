@@ -40,6 +40,7 @@ class Times:
     submitted: float
     staged: float | None = None
     loading: float | None = None
+    verified: float | None = None
     building: float | None = None
     admitted: float | None = None
     prefilling: float | None = None

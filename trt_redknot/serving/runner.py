@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trt_redknot.admission.reasons import FallbackReason
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
-from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.engine.engine import Engine
 from trt_redknot.engine.generate import Admitted, Generation, Running
 from trt_redknot.engine.pool import PoolRows
@@ -16,20 +13,17 @@ from trt_redknot.engine.producer import Produced, Producer
 from trt_redknot.engine.response import Response
 from trt_redknot.engine.steps import Steps
 from trt_redknot.errors import BusyError, CapacityError, RequestError, StoreError, TooLongError
-from trt_redknot.observability.events import AllEvents, StoreEvents
-from trt_redknot.observability.logs import StoreLog
 from trt_redknot.request.file import make_request
 from trt_redknot.serving.commands import Admit, Advance, Begin, Build, Command, Decode, Drop, Finish, Preload, Stop
 from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.messages import ServingFault
 from trt_redknot.serving.preload import Preloader
+from trt_redknot.serving.stores import Stores
 
 # Cache rows of an engine that could answer longer requests than most machines have memory for.
 DEFAULT_CACHE_TOKENS = 65536
 # Segments a request may have on average when the pool is full: each may end in a partial window of its own.
 _SEGMENTS = 64
-# Stores that are kept open; each remembers which files it has verified.
-_STORES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,31 +71,6 @@ class _Held:
     running: Running | None = None
     steps: Steps[None] | None = None
     build: Steps[Produced] | None = None
-
-
-@dataclass(kw_only=True)
-class Stores:
-    """The tenants' stores of one rank, opened when they are first needed."""
-
-    config: ServingConfig
-    events: Callable[[], StoreEvents | None] = field(default=lambda: None)
-    _open: OrderedDict[str, ArtifactStore] = field(default_factory=OrderedDict)
-
-    def __getitem__(self, tenant: str) -> ArtifactStore:
-        """Raises StoreError: the store's root is not a folder, or the tenant's name cannot be a namespace."""
-        store = self._open.get(tenant)
-        if store is None:
-            more = self.events()
-            log = StoreLog(tenant)
-            store = ArtifactStore(
-                self.config.store, self.config.capacity_bytes, tenant,
-                events=log if more is None else AllEvents(log, more),
-            )  # fmt: skip
-            self._open[tenant] = store
-        self._open.move_to_end(tenant)
-        if len(self._open) > _STORES:
-            self._open.popitem(last=False)
-        return store
 
 
 def pool_rows(engine: Engine, config: ServingConfig) -> PoolRows:
@@ -158,6 +127,7 @@ class RankRunner:
             case Finish():
                 running = self._held[command.job].running
                 assert running is not None
+                self.engine.check_stages()
                 response = self.generation.respond(running)
                 self._free(command.job)
                 return response
@@ -178,13 +148,10 @@ class RankRunner:
 
     def _admit(self, command: Admit) -> Outcome:
         request = make_request(command.request)
-        refusal = None
-        if command.late_s is not None:
-            refusal = (FallbackReason.TIMEOUT, f"the artifacts were not verified within {command.late_s:g} s")
         # Not in the try: a store that cannot be opened may be one rank's trouble alone, and the others go on to agree.
         store = self._stores[command.tenant]
         try:
-            admitted = self.engine.admit(request, store, refusal=refusal)
+            admitted = self.engine.admit(request, store, deadline_s=command.left_s)
         except (RequestError, StoreError) as error:
             return _failed(error)
         finally:

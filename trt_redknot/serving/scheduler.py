@@ -137,7 +137,7 @@ class Scheduler:
         else:
             job.phase = Phase.READY
 
-    def verified(self, numbers: Sequence[int]) -> None:
+    def verified(self, numbers: Sequence[int], now: float) -> None:
         """One rank has verified the artifacts of these jobs."""
         for number in numbers:
             job = self.jobs.get(number)
@@ -146,6 +146,7 @@ class Scheduler:
             self._verified[number] += 1
             if self._verified[number] > self.other_ranks:
                 job.phase = Phase.READY
+                job.times.verified = now
 
     def _start(self, now: float) -> list[Command]:
         """Let one staged job begin something. The first that could, but for room, is not overtaken."""
@@ -158,9 +159,9 @@ class Scheduler:
         if self.count(HOLDING) >= self.config.max_batch:
             return []
         for job in self._staged:
-            late_s = self._late(job, now)
-            if job.phase is Phase.READY or late_s is not None:
-                return self._admit(job, now, late_s)
+            left_s = _left_s(job, now)
+            if job.phase is Phase.READY or (job.phase is Phase.LOADING and left_s == 0.0):
+                return self._admit(job, now, left_s)
             # One at a time: two builds of the same document would wait for each other.
             if job.phase is Phase.TO_BUILD and not building and now >= job.not_before:
                 return self._build(job, now) if self.room.fits(self._document_size(job)) else []
@@ -169,20 +170,11 @@ class Scheduler:
     def _document_size(self, job: Job) -> PoolRows:
         return self.room.size_of_document(len(job.documents[0]))
 
-    @staticmethod
-    def _late(job: Job, now: float) -> float | None:
-        """Seconds for which the job's artifacts were looked at in vain, None where there is still time."""
-        if job.phase is not Phase.LOADING or job.request is None or job.request.reuse is None:
-            return None
-        assert job.times.loading is not None
-        limit = job.request.reuse.deadline_s
-        return limit if now - job.times.loading >= limit else None
-
-    def _admit(self, job: Job, now: float, late_s: float | None) -> list[Command]:
+    def _admit(self, job: Job, now: float, left_s: float) -> list[Command]:
         assert job.request is not None
         job.phase = Phase.ADMITTED
         job.times.admitted = now
-        return [Admit(job=job.number, tenant=job.tenant, request=job.request, late_s=late_s)]
+        return [Admit(job=job.number, tenant=job.tenant, request=job.request, left_s=left_s)]
 
     def _begin(self, job: Job, now: float) -> list[Command]:
         job.phase = Phase.PREFILLING
@@ -266,3 +258,12 @@ class Scheduler:
     @property
     def holding(self) -> int:
         return self.count(HOLDING)
+
+
+def _left_s(job: Job, now: float) -> float:
+    """Seconds left of those that the ranks may spend on a request's artifacts."""
+    if job.request is None or job.request.reuse is None or job.times.loading is None:
+        return 0.0
+    # Verified artifacts wait for their request's turn as long as it takes.
+    spent_s = (now if job.phase is Phase.LOADING else job.times.verified or now) - job.times.loading
+    return max(0.0, job.request.reuse.deadline_s - spent_s)

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from trt_redknot.collectives import from_communicator
 from trt_redknot.engine.engine import Engine
 from trt_redknot.engine.tokenizer import EngineTokenizer
-from trt_redknot.errors import ConfigError
+from trt_redknot.errors import ConfigError, EngineError
 from trt_redknot.observability.logs import json_log
 from trt_redknot.observability.metrics import StoreMetrics
 from trt_redknot.observability.serving import ServingMetrics
@@ -27,8 +27,9 @@ from trt_redknot.serving.intake import Intake
 from trt_redknot.serving.jobs import Job, kind_of
 from trt_redknot.serving.link import Link, link_over
 from trt_redknot.serving.messages import BuildRequest, Health, ServingError, ServingFault, ServingRequest, State
-from trt_redknot.serving.runner import Stores, pool_rows
+from trt_redknot.serving.runner import pool_rows
 from trt_redknot.serving.scheduler import Scheduler
+from trt_redknot.serving.stores import Stores
 from trt_redknot.serving.stream import Stream
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class Service:
         service = cls(config, engine, link_over(comm))
         service._thread.start()
         service._started.wait()
+        if service._state is State.UNHEALTHY:
+            raise EngineError("the service cannot start", found=service._detail, path=config.engine)
         service._watcher.start()
         return service
 
@@ -241,6 +244,7 @@ class Service:
             jobs = {job.number: job for job in [*self._jobs.values(), *self._inbox]}
         _log.error("the service has failed: %s", detail, extra={"event": "failed", "detail": detail})
         for job in jobs.values():
+            self._metrics.ended(fault.value, job.kind)
             job.fail(fault, f"the service has failed: {detail}")
         if self._link.size > 1:
             timer = threading.Timer(_FAREWELL_S, self._link.abort)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import threading
 import uuid
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ from trt_redknot.serving.messages import (
     TokenEvent,
 )
 from trt_redknot.serving.orchestrator import START_TIMEOUT_S, Orchestrator
-from trt_redknot.serving.rank import end_after
+from trt_redknot.serving.parent import end_with_parent
 from trt_redknot.serving.stream import Stream
 from trt_redknot.serving.triton_metrics import MetricsMirror
 from trt_redknot.serving.triton_repository import OWN_PARAMETERS, Mode
@@ -43,8 +42,6 @@ Action = Literal["generate", "build", "health"]
 # How often an answer that has nothing new looks whether its client is still there.
 _POLL_S = 0.05
 _JOIN_S = 10.0
-# Seconds in which a service whose server was killed is closed in order.
-_ORPHAN_S = 20.0
 
 # Triton knows few kinds of errors; the fault itself leads the message.
 _CODES = {
@@ -140,7 +137,7 @@ class TritonFrontEnd:
             service = Leader.open(config, world_communicator())
         else:
             service = Orchestrator.open(config, start_timeout_s=start_timeout_s)
-        close_with_parent(service)
+        end_with_parent(service.close)
         return cls(service, utils)
 
     def is_ready(self) -> bool:
@@ -253,22 +250,6 @@ class _Answer:
         self._sender.send(
             self._utils.InferenceResponse(error=error), flags=self._utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         )
-
-
-def close_with_parent(service: Serving) -> None:
-    """End the service and this process when the parent process dies.
-
-    A server that is killed says nothing to the stub, which can hang in a message to it.
-    """
-    parent = os.pidfd_open(os.getppid())
-
-    def watch() -> None:
-        select.select([parent], [], [])
-        end_after(_ORPHAN_S, "the server is gone")
-        service.close()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _first_time_only(model_folder: Path) -> None:

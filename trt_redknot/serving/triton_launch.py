@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import os
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,10 +21,10 @@ from trt_redknot.cli.command import run_command
 from trt_redknot.engine.manifest import read_manifest
 from trt_redknot.errors import ConfigError, LaunchError
 from trt_redknot.launch import find_mpirun, mpirun_environment
+from trt_redknot.serving.parent import die_with_parent
 from trt_redknot.serving.triton_install import TritonInstall, find_triton
 from trt_redknot.serving.triton_repository import MODEL, write_repository
 
-_PR_SET_PDEATHSIG = 1
 # mpirun ends a broken job with SIGTERM, and after so many seconds with SIGKILL: time for Triton to answer what is open.
 _JOB_END_S = 10
 
@@ -65,15 +66,20 @@ def server_command(
 def leader_command(server: Sequence[str], install: TritonInstall, world_size: int) -> list[str]:
     """mpirun with the server as rank 0 and a worker for every other rank."""
     flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-    command = [str(find_mpirun()), *flags, "-n", "1", *server]
+    # mpirun's own children would outlive it if it were killed.
+    guarded = [sys.executable, "-m", "trt_redknot.serving.parent", *server]
+    command = [str(find_mpirun()), *flags, "-n", "1", *guarded]
     if world_size > 1:
         worker = [str(install.interpreter), "-m", "mpi4py", "-m", "trt_redknot.serving", "worker"]
         command += [":", "-n", str(world_size - 1), *worker]
     return command
 
 
-def run_until_ended(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def run_until_ended(command: Sequence[str], environment: Mapping[str, str], server: Path) -> int:
     """Run a server to its end: signals to end go to it, and it is ended when this process dies.
+
+    Args:
+        server: the program that is told to end; `command` is it, or starts it.
 
     Returns:
         its exit status; 128 + the signal where one ended it.
@@ -83,13 +89,14 @@ def run_until_ended(command: Sequence[str], environment: Mapping[str, str]) -> i
     """
     try:
         process = subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent()
+            command, env=dict(environment), stdin=subprocess.DEVNULL, preexec_fn=die_with_parent()
         )
     except OSError as error:
         raise LaunchError(f"the server cannot be started: {error.strerror or error}", path=command[0]) from error
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(signal.SIGTERM)
+        # Told by mpirun to end, the server would not get to finish what is open.
+        os.kill(_running(server, process.pid) or process.pid, signal.SIGTERM)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
@@ -100,14 +107,14 @@ def run_until_ended(command: Sequence[str], environment: Mapping[str, str]) -> i
     return status if status >= 0 else 128 - status
 
 
-def _die_with_parent() -> Callable[[], None]:
-    # Looked up before the fork: between fork and exec nothing may be loaded.
-    prctl = ctypes.CDLL(None).prctl
-
-    def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    return prepare
+def _running(program: Path, parent: int) -> int | None:
+    """The child of `parent` that runs `program`."""
+    for thread in Path(f"/proc/{parent}/task").glob("*"):
+        for child in (thread / "children").read_text(encoding="ascii").split():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{child}/exe").samefile(program):
+                    return int(child)
+    return None
 
 
 def _settings(pairs: Sequence[str]) -> dict[str, str]:
@@ -175,7 +182,7 @@ def serve(
             return 0
         environment = install.environment(mpirun_environment(os.environ))
         environment["PRTE_MCA_odls_base_sigkill_timeout"] = str(_JOB_END_S)
-        return run_until_ended(command, environment)
+        return run_until_ended(command, environment, install.server)
     finally:
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)

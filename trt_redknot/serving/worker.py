@@ -12,8 +12,9 @@ from trt_redknot.serving.commands import Stop, decode_commands
 from trt_redknot.serving.conductor import encode_status
 from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.link import link_over
-from trt_redknot.serving.runner import RankRunner, Stores
+from trt_redknot.serving.runner import RankRunner
 from trt_redknot.serving.service import open_engine
+from trt_redknot.serving.stores import Stores
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MappingLike(Protocol):
-    """The attributes of `tensorrt_llm.Mapping` (1.2) that say where a rank stands.
+    """The attributes of `tensorrt_llm.Mapping` that say where a rank stands.
 
     Releases differ in the rest: moe_cluster_size, enable_attention_dp and auto_parallel are read where they exist.
     """

@@ -1,6 +1,6 @@
 """One rank of a job that builds an engine of plans on a CPU.
 
-Arguments: checkpoint, output, folder, how rank 1 fails ("nothing", "platform", "plan" or "killed"). Every rank that
+Arguments: checkpoint, output, folder, how rank 1 fails ("nothing" or "killed"). Every rank that
 ends by itself writes its outcome to folder/outcome-RANK.
 """
 
@@ -24,7 +24,6 @@ from trt_redknot.config.profile import SplitProfile
 from trt_redknot.engine.build import BuildOptions
 from trt_redknot.engine.tensorrt.build import PlanOptions, build_tensorrt_engine
 from trt_redknot.engine.tensorrt.builder import BuilderSettings
-from trt_redknot.engine.tensorrt.platform import Platform
 from trt_redknot.engine.tensorrt.profiles import PlanLimits
 from trt_redknot.engine.tensorrt.specification import PlanFormat
 from trt_redknot.errors import EngineError
@@ -39,11 +38,6 @@ def run(checkpoint: Path, output: Path, folder: Path, failing: str) -> int:
     geometry = load_geometry(checkpoint)
     platform = cpu_platform(tensorrt_rtx)
 
-    def find() -> Platform:
-        if fails and failing == "platform":
-            raise EngineError("TensorRT is not installed")
-        return platform
-
     def progress(steps: int) -> None:
         if fails and failing == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -51,8 +45,7 @@ def run(checkpoint: Path, output: Path, folder: Path, failing: str) -> int:
     plans = PlanOptions(
         limits=PlanLimits(chunk_rows=256, max_length=2048),
         format=PlanFormat(),
-        # No tactic of any plan is content with so little.
-        settings=BuilderSettings(optimization_level=0, workspace_bytes=1 if fails and failing == "plan" else 2**32),
+        settings=BuilderSettings(optimization_level=0),
     )
     options = BuildOptions(
         dtype="bfloat16", artifact_format=ArtifactFormat.BFLOAT16, max_length=2048, chunk_rows=256
@@ -61,7 +54,7 @@ def run(checkpoint: Path, output: Path, folder: Path, failing: str) -> int:
     try:
         build_tensorrt_engine(
             Checkpoint.open(checkpoint, geometry), SplitProfile.default(geometry), output, options, plans, collectives,
-            find, progress=progress,
+            lambda: platform, progress=progress,
         )  # fmt: skip
     except EngineError as error:
         outcome, status = str(error), error.exit_code

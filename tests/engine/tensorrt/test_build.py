@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.artifacts.support import together
 from tests.support.plans import cpu_platform, specs, write_nano
 from trt_redknot import Engine
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.checkpoint import Checkpoint
-from trt_redknot.collectives import LocalCollectives
+from trt_redknot.collectives import Collectives, LocalCollectives
 from trt_redknot.config.parse import load_geometry
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.engine.build import BuildOptions
@@ -49,6 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(
     checkpoint: Path, output: Path, platform: Callable[[], Platform], *, dtype: Any = "bfloat16",
     workspace: int = 2**32, progress: Callable[[int], None] = lambda steps: None,
+    ranks: Collectives | None = None,
 ) -> None:  # fmt: skip
     geometry = load_geometry(checkpoint)
     options = BuildOptions(dtype=dtype, artifact_format=ArtifactFormat.BFLOAT16, max_length=2048, chunk_rows=256)
@@ -58,7 +60,7 @@ def build(
     )  # fmt: skip
     build_tensorrt_engine(
         Checkpoint.open(checkpoint, geometry), SplitProfile.default(geometry), output, options, plans,
-        LocalCollectives(), platform, progress=progress,
+        ranks or LocalCollectives(), platform, progress=progress,
     )  # fmt: skip
 
 
@@ -211,3 +213,43 @@ def test_without_a_gpu_nothing_is_built(rtx: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("trt_redknot.engine.tensorrt.platform.find_tensorrt", lambda: rtx)
     with pytest.raises(EngineError, match="on a GPU and there is none"):
         find_platform(0)
+
+
+def test_one_rank_s_refusal_fails_all_before_anything_is_written(
+    platform: Platform, checkpoint: Path, tmp_path: Path
+) -> None:
+    def work(ranks: Collectives) -> None:
+        def find() -> Platform:
+            if ranks.rank == 1:
+                raise EngineError("TensorRT is not installed")
+            return platform
+
+        build(checkpoint, tmp_path / "engine", find, ranks=ranks)
+
+    outcomes = together(2, work)
+    assert all("rank 1: TensorRT is not installed" in str(outcome) for outcome in outcomes), outcomes
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_would_build_different_plans_are_refused(
+    platform: Platform, checkpoint: Path, tmp_path: Path
+) -> None:
+    def work(ranks: Collectives) -> None:
+        mine = dataclasses.replace(platform, gpu=f"GPU of rank {ranks.rank}")
+        build(checkpoint, tmp_path / "engine", lambda: mine, ranks=ranks)
+
+    for outcome in together(2, work):
+        assert isinstance(outcome, EngineError)
+        assert "the ranks would build different plans" in str(outcome)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_rank_that_cannot_build_a_plan_fails_all_and_nothing_is_published(
+    platform: Platform, checkpoint: Path, tmp_path: Path
+) -> None:
+    def work(ranks: Collectives) -> None:
+        build(checkpoint, tmp_path / "engine", lambda: platform, workspace=1 if ranks.rank else 2**32, ranks=ranks)
+
+    outcomes = together(2, work)
+    assert all("rank 1: TensorRT could not build a plan" in str(outcome) for outcome in outcomes), outcomes
+    assert list(tmp_path.iterdir()) == []

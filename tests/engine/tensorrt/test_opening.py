@@ -28,7 +28,9 @@ from trt_redknot.engine.tensorrt.specification import PlanSpec
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.tensorrt.tensors import Extent, Size
 
-RECORD = PlanRecord(decode_rows=2, segments=9, packed_cache=False, packed_local=False, collectives="none")
+RECORD = PlanRecord(
+    decode_rows=2, segments=9, pool_tokens=None, packed_cache=False, packed_local=False, collectives="none"
+)
 LIMITS = PlanLimits(chunk_rows=32, max_length=64, decode_rows=2, segments=9)
 SIZES = {extent: 3 + index for index, extent in enumerate(Extent)} | {Extent.ROWS: 9, Extent.RESTORED_ROWS: 2}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int32": torch.int32,

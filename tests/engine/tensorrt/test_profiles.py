@@ -24,6 +24,7 @@ LIMITS = st.builds(
     max_length=st.integers(1, 2**21),
     decode_rows=st.integers(1, 512),
     segments=st.integers(1, 4096),
+    pool_tokens=st.none() | st.integers(1, 2**21),
 )
 
 
@@ -46,8 +47,10 @@ def test_ranges_are_ordered_never_empty_and_hold_what_the_limits_say(limits: Pla
         common = [rows[extent].common for extent in (Extent.FULL_ROWS, Extent.RESTORED_ROWS, Extent.ROWS)]
         assert common[0] + common[1] == common[2]
         ratio = min(g.csa_ratio, g.hca_ratio)
-        assert rows[Extent.ENTRY_POOL].most >= limits.max_length // ratio + limits.segments
-        assert rows[Extent.LATENT_POOL].most == rows[Extent.POSITIONS].most == limits.max_length
+        pool = limits.pool_tokens or limits.max_length
+        assert rows[Extent.ENTRY_POOL].most >= pool // ratio + limits.segments
+        assert rows[Extent.LATENT_POOL].most == pool
+        assert rows[Extent.POSITIONS].most == limits.max_length
 
 
 @pytest.mark.parametrize(("name", "value"), [("chunk_rows", 0), ("max_length", 0), ("max_length", 2**21 + 1)])

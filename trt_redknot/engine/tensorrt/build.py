@@ -121,7 +121,8 @@ def build_tensorrt_engine(
     part = BackendPart(
         name="tensorrt", versions={"tensorrt": found.version}, gpu=found.gpu, plugin_build=found.plugin_build,
         write=write, convert=fp8_experts, plans=PlanRecord(
-            decode_rows=plans.limits.decode_rows, segments=plans.limits.segments, packed_cache=form.packed_cache,
+            decode_rows=plans.limits.decode_rows, segments=plans.limits.segments,
+            pool_tokens=plans.limits.pool_tokens, packed_cache=form.packed_cache,
             packed_local=form.packed_local, collectives=chosen,
         ),
     )  # fmt: skip

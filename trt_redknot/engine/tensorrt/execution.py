@@ -7,52 +7,24 @@ takes a restored Local contribution (:mod:`trt_redknot.engine.tensorrt.specifica
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from trt_redknot.artifacts.contents import Part
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry, RouterKind
+from trt_redknot.engine.cache_rows import CacheRows
+from trt_redknot.engine.tensorrt.backend import PlanBackend, Tensors
 from trt_redknot.engine.tensorrt.padding import joined, last_row_again, padded, padded_table, spread
-from trt_redknot.engine.tensorrt.profiles import Phase, PlanLimits, profile_ranges
-from trt_redknot.engine.tensorrt.specification import PlanSpec
+from trt_redknot.engine.tensorrt.profiles import Phase, profile_ranges
 from trt_redknot.engine.tensorrt.stages import PlanKind, Stage
 from trt_redknot.errors import EngineError
 from trt_redknot.model import layers as model
 from trt_redknot.model.layers import Projected, Weights
 from trt_redknot.model.spec import LayerSpec
 from trt_redknot.ops.interface import Ops
+from trt_redknot.ops.reference.packing import pack_rows
 from trt_redknot.ops.tables import AttentionTable, CompressTable
 from trt_redknot.ops.tensorrt.tensors import Extent
-
-Tensors = Mapping[str, torch.Tensor]
-
-
-class PlanRuntime(Protocol):
-    """What runs plans. All ranks run the same plans in the same order: some have collectives."""
-
-    def run(self, plan: str, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """The outputs of a plan by name, in memory of their own.
-
-        Args:
-            tensors: inputs and weights by name, as the plan's specification says; nothing is empty.
-        """
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanBackend:
-    """What an engine needs to answer by plans.
-
-    Attributes:
-        specs: of all its plans.
-        limits: that they were built with.
-        runtime: runs them.
-    """
-
-    specs: tuple[PlanSpec, ...]
-    limits: PlanLimits
-    runtime: PlanRuntime
 
 
 class PlanExecutor:
@@ -78,6 +50,9 @@ class PlanExecutor:
         self._runtime = plans.runtime
         self._ropes = ropes
         self._ops = ops
+        self._format = plans.specs[0].format
+        dtype = ropes[AttentionKind.SLIDING].dtype
+        self._cache = CacheRows(geometry=geometry, dtype=dtype, packed=self._format.packed_cache)
         self._limits = limits = plans.limits
         self._layers = layers
         self._weights: dict[tuple[str, int | None], Tensors] = {}
@@ -115,7 +90,7 @@ class PlanExecutor:
         found = {name: tensor[:rows] for name, tensor in found.items()}
         return Projected(
             query_latent=found["query_latent"],
-            latent=found["latent"],
+            latent=_rows(found["latent"]),
             post=found["attn_post"],
             comb=found["attn_comb"],
             raw=tuple(found[f"raw.{index}"] for index in range(sum(name.startswith("raw.") for name in found))),
@@ -137,9 +112,9 @@ class PlanExecutor:
             **{f"raw.{index}": rows for index, rows in enumerate(raw)},
             slots=table.slots, frames=table.positions, rope=self._rope(spec),
         )  # fmt: skip
-        self._ops.write_rows(entries, table.entries, found["entries"])
+        self._ops.write_rows(entries, table.entries, _rows(found["entries"]))
         if index_keys is not None:
-            self._ops.write_rows(index_keys, table.entries, found["index_keys"])
+            self._ops.write_rows(index_keys, table.entries, _rows(found["index_keys"]))
 
     def select(
         self,
@@ -179,6 +154,8 @@ class PlanExecutor:
         def around(x: torch.Tensor) -> torch.Tensor:
             return last_row_again(x, before=before, after=after)
 
+        if self._format.packed_local:
+            restored = pack_rows(restored)
         pools = {"latents": latents}
         if entries is not None:
             pools["entries"] = entries
@@ -229,8 +206,9 @@ class PlanExecutor:
         assert own.index_weights is not None, "salience is asked of CSA layers only"
         query = model.index_query(self._ops, spec, self._layers[spec.layer], own.query_latent[rows])
         sums: tuple[torch.Tensor, torch.Tensor] = self._ops.index_salience(
-            query, own.index_weights[rows], index_keys, table, self._rope(spec), entries=entries
-        )
+            query, own.index_weights[rows], self._cache.values(Part.INDEX_KEYS, index_keys), table, self._rope(spec),
+            entries=entries,
+        )  # fmt: skip
         return sums
 
     def head(self, streams: torch.Tensor) -> torch.Tensor:
@@ -269,6 +247,11 @@ class PlanExecutor:
 def _pieces(rows: torch.Tensor, most: int) -> Sequence[torch.Tensor]:
     """Rows in pieces that a plan can take; no rows are one empty piece."""
     return rows.split(most) if len(rows) else [rows]
+
+
+def _rows(rows: torch.Tensor) -> torch.Tensor:
+    """Cache rows as the pools hold them. TensorRT calls the bytes of packed ones int8."""
+    return rows.view(torch.uint8) if rows.dtype is torch.int8 else rows
 
 
 def _table(table: AttentionTable) -> dict[str, torch.Tensor]:

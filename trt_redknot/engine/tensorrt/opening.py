@@ -62,7 +62,7 @@ def open_plans(directory: Path, platform: Platform, *, verify: bool = True) -> O
     )  # fmt: skip
     limits = PlanLimits(
         chunk_rows=manifest.chunk_rows, max_length=manifest.max_length, decode_rows=record.decode_rows,
-        segments=record.segments,
+        segments=record.segments, pool_tokens=record.pool_tokens,
     )  # fmt: skip
     specs = plan_specs(geometry, world=manifest.tp_size, format=form)
     wanted = {plan_path(spec) for spec in specs}

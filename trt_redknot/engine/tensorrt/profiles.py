@@ -46,15 +46,24 @@ class PlanLimits:
         max_length: tokens of a request.
         decode_rows: sequences that are decoded together.
         segments: segments of all requests of a batch.
+        pool_tokens: tokens of all requests that are open together; None: of one as long as `max_length`.
     """
 
     chunk_rows: int
     max_length: int
     decode_rows: int = 64
     segments: int = 4096
+    pool_tokens: int | None = None
+
+    @property
+    def pool_rows(self) -> int:
+        """Rows of the pool of latents."""
+        return self.pool_tokens or self.max_length
 
     def __post_init__(self) -> None:
-        for name, value in (("chunk_rows", self.chunk_rows), ("max_length", self.max_length)):
+        for name, value in (
+            ("chunk_rows", self.chunk_rows), ("max_length", self.max_length), ("pool_tokens", self.pool_rows)
+        ):  # fmt: skip
             if not 1 <= value <= _MOST_ROWS:
                 raise EngineError(
                     f"the tensorrt backend cannot plan for this {name}", expected=f"1 to {_MOST_ROWS}", found=value,
@@ -71,7 +80,7 @@ def profile_ranges(
     rows = own * world
     # Entries end in a partial window by segment; a window that is not finished yet takes one more.
     ratio = min(geometry.csa_ratio, geometry.hca_ratio)
-    entries = limits.max_length // ratio + limits.segments + 1
+    entries = limits.pool_rows // ratio + limits.segments + 1
     # A sequence that is decoded keeps a window of raw rows beside its new one.
     window = geometry.hca_ratio + 1
     raw = limits.max_length + geometry.hca_ratio if phase is Phase.PREFILL else limits.decode_rows * window
@@ -79,7 +88,7 @@ def profile_ranges(
     if stage is Stage.HEAD:
         rows = max(limits.decode_rows, _PAD_ROWS)
     shares = [len(share) for share in even_split(geometry.vocab, world)]
-    common_pool = min(limits.max_length, 65536)
+    common_pool = min(limits.max_length, 65536, limits.pool_rows)
     return {
         Extent.OWN_ROWS: _up_to(own),
         Extent.ROWS: Range(1 if stage is Stage.HEAD else _PAD_ROWS, rows, rows),
@@ -88,7 +97,7 @@ def profile_ranges(
         Extent.RESTORED_ROWS: Range(1, max(1, rows // 4), rows - 1),
         Extent.RAW_ROWS: Range(1, min(step, raw), raw),
         Extent.WRITTEN_ENTRIES: Range(1, min(-(-step // ratio), written), written),
-        Extent.LATENT_POOL: Range(1, common_pool, limits.max_length),
+        Extent.LATENT_POOL: Range(1, common_pool, limits.pool_rows),
         Extent.ENTRY_POOL: Range(1, max(1, common_pool // ratio), entries),
         Extent.SEGMENTS: Range(1, min(16, limits.segments), limits.segments),
         Extent.POSITIONS: Range(1, common_pool, limits.max_length),

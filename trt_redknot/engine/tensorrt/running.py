@@ -83,7 +83,7 @@ def choose_phase(spec: PlanSpec, profiles: Ranges, sizes: Mapping[Extent, int]) 
             return phase
     raise EngineError(
         f"plan {spec.kind.name!r} was not built for these sizes", found=", ".join(outside),
-        remedy="Build the engine with larger --chunk-rows, --max-length or --decode-rows.",
+        remedy="Build the engine with larger --chunk-rows, --max-length, --pool-tokens or --decode-rows.",
     )  # fmt: skip
 
 

@@ -6,8 +6,8 @@ import torch
 
 from trt_redknot.collectives import Collectives
 from trt_redknot.collectives.agreement import agree
+from trt_redknot.engine.tensorrt.backend import PlanBackend
 from trt_redknot.engine.tensorrt.communicator import PlanCommunicator, hand_to_plugins
-from trt_redknot.engine.tensorrt.execution import PlanBackend
 from trt_redknot.engine.tensorrt.opening import OpenedPlans
 from trt_redknot.engine.tensorrt.session import PlanSession
 from trt_redknot.engine.tensorrt.streams import PlanStream, find_cuda_runtime

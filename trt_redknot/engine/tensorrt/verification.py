@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from trt_redknot.collectives import Collectives, LocalCollectives
-from trt_redknot.engine.tensorrt.execution import PlanRuntime
+from trt_redknot.engine.tensorrt.backend import PlanRuntime
 from trt_redknot.engine.tensorrt.running import aligned
 from trt_redknot.engine.tensorrt.samples import PlanSample
 from trt_redknot.engine.tensorrt.specification import PlanSpec, needs_other_ranks

@@ -141,6 +141,14 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+@torch.no_grad()
+def round_to_checkpoint(model: Any) -> None:
+    """Round every weight to what :func:`write_checkpoint` keeps of it, so that scores are those of the checkpoint."""
+    for value in [*model.parameters(), *model.buffers()]:
+        if value.is_floating_point():
+            value.copy_(value.bfloat16())
+
+
 def write_checkpoint(model: Any, directory: Path, card: str, scores: Mapping[str, object]) -> int:
     """The trained network in bfloat16, with its tokenizer, model card and scores. Returns the bytes of its weights.
 

@@ -43,6 +43,20 @@ def score(
     return result
 
 
+@torch.no_grad()
+def distance(network: LeanNetwork, length: int, *, seed: int, device: torch.device) -> float:
+    """Median over rows of the largest difference between this forward's fp32 logits and those of transformers.
+
+    The median, because rounding may decide a near tie of a router or the Indexer otherwise in a few rows.
+    """
+    network.model.eval()
+    prompt = make_prompt("single", length, random.Random(f"{seed}/distance"))
+    tokens = torch.tensor([[token_ids()[word] for word in prompt.words]], device=device)
+    own, other = network(tokens).logits, network.model(input_ids=tokens, use_cache=False).logits
+    network.model.train()
+    return float((own - other).abs().amax(-1).median())
+
+
 def _exact(
     network: LeanNetwork, kind: str, length: int, count: int, rng: random.Random, device: torch.device, autocast: bool
 ) -> list[bool]:

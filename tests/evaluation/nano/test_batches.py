@@ -1,0 +1,62 @@
+"""Training batches: answers are the targets, words know their subject, other processes make the same bytes."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from trt_redknot.evaluation.nano.batches import IGNORE, Batch, Stage, curriculum, make_batch
+from trt_redknot.evaluation.nano.feed import open_feed
+from trt_redknot.evaluation.nano.words import END, NAMES, PAD, token_ids, vocabulary
+
+STAGES = curriculum(2048, (128, 512))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_targets_are_the_answers(stage: Stage) -> None:
+    batch = make_batch(stage, random.randrange(2**31), 3)
+    words = vocabulary()
+    assert batch.tokens.shape == batch.targets.shape == batch.subjects.shape == (stage.sequences, stage.length)
+    asked = 0
+    for tokens, targets in zip(batch.tokens, batch.targets, strict=True):
+        text = [words[token] for token in tokens]
+        places = np.flatnonzero(targets != IGNORE)
+        # Every target is the next token; an answer runs from behind "Answer :" to the end mark.
+        assert (targets[places] == tokens[places + 1]).all()
+        answers = [i for i, (a, b) in enumerate(pairwise(text)) if (a, b) == ("Answer", ":")]
+        expected = {place for start in answers for place in range(start + 1, text.index(END, start))}
+        assert set(places.tolist()) == expected
+        asked += len(answers)
+        assert PAD not in text[: len(tokens) - int((tokens == 0).sum())]
+    assert asked >= stage.sequences
+
+
+def test_subjects_are_people_of_the_text() -> None:
+    batch = make_batch(STAGES[1], random.randrange(2**31), 0)
+    names = {token_ids()[name] for name in NAMES}
+    known = batch.subjects[batch.subjects != IGNORE]
+    assert known.size > 0
+    assert set(known.tolist()) <= names
+    for tokens, subjects in zip(batch.tokens, batch.subjects, strict=True):
+        for place in np.flatnonzero(subjects != IGNORE):
+            assert subjects[place] in tokens[: place + 3], "a subject is named before it is used"
+
+
+def test_a_step_has_one_batch_and_other_processes_make_it_too() -> None:
+    stage, seed, first = STAGES[0], random.randrange(2**31), 5
+    expected = [make_batch(stage, seed, step) for step in range(first, first + 5)]
+    with open_feed(stage, seed, first, workers=2) as feed:
+        for step, batch in enumerate(expected, first):
+            found = feed.batch(step)
+            assert (found.tokens == batch.tokens).all()
+            assert (found.targets == batch.targets).all()
+            assert (found.subjects == batch.subjects).all()
+    assert not (expected[0].tokens == expected[1].tokens).all()
+
+
+def test_bytes_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="bytes"):
+        Batch.from_bytes(b"123", STAGES[0])

@@ -1,0 +1,121 @@
+"""The lean training forward against transformers' own, and its gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.networks import NetworkOptions, network
+from trt_redknot.evaluation.nano.batches import curriculum, make_batch
+from trt_redknot.evaluation.nano.lean import LeanNetwork
+from trt_redknot.evaluation.nano.network import SMALL, make_model
+from trt_redknot.evaluation.nano.objective import AuxiliaryHeads, Weights, indexer_loss, losses_of
+
+# Rounding decides a selection whose last candidates are closer than this.
+NEAR = 3e-6
+
+
+def watch_gaps(model: torch.nn.Module) -> list[float]:
+    """Gets the smallest gap at which each router and each Indexer of a forward cuts off its selection."""
+    gaps: list[float] = []
+
+    def note(scores: torch.Tensor, k: int) -> None:
+        ordered = scores.flatten(0, -2).sort(dim=-1, descending=True).values
+        if ordered.shape[-1] > k:
+            gap = (ordered[:, k - 1] - ordered[:, k]).nan_to_num(float("inf"))
+            gaps.append(float(gap.min()))
+
+    def router(module: Any, _: object, output: tuple[torch.Tensor, ...]) -> None:
+        note(module.score_fn(output[0]) + module.e_score_correction_bias, module.top_k)
+
+    def indexer(module: Any, _: object, scores: torch.Tensor) -> None:
+        visible = (torch.arange(scores.shape[1]) + 1)[:, None] // 4
+        note(scores.masked_fill(torch.arange(scores.shape[2]) >= visible, float("-inf")), 6)
+
+    for module in model.modules():
+        if type(module).__name__ == "DeepseekV4TopKRouter":
+            module.register_forward_hook(router)
+        elif type(module).__name__ == "DeepseekV4IndexerScorer":
+            module.register_forward_hook(indexer)
+    return gaps
+
+
+@pytest.mark.parametrize("length", [1, 3, 16, 47, 131])
+def test_logits_are_transformers(length: int) -> None:
+    for _ in range(20):
+        model = network(NetworkOptions(kinds="sschchc", seed=random.randrange(2**31), topk=6))
+        gaps = watch_gaps(model)
+        tokens = torch.randint(0, 97, (2, length))
+        with torch.no_grad():
+            expected = model(input_ids=tokens, use_cache=False).logits
+        if min(gaps) > NEAR:
+            break
+    assert min(gaps) > NEAR, "every network drawn had a near tie"
+    with torch.no_grad():
+        found = LeanNetwork(model)(tokens).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_dense_sequences_see_every_entry_and_muted_ones_none() -> None:
+    # Hash routers only, so that no near tie of a router tells the two forwards apart.
+    model = network(NetworkOptions(kinds="sscc", hash_layers=4, seed=random.randrange(2**31), topk=3))
+    lean = LeanNetwork(model)
+    tokens = torch.randint(0, 97, (3, 64))
+    yes, no = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)
+    first = torch.tensor([True, False, False])
+    with torch.no_grad():
+        sparse, dense = lean(tokens).logits, lean(tokens, sparse=no).logits
+        mixed = lean(tokens, sparse=~first).logits
+        muted = lean(tokens, sparse=no, mute=yes)
+        model.config.index_topk = 1000
+        for layer in model.model.layers[2:]:
+            layer.self_attn.compressor.indexer.index_topk = 1000
+        everything = model(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(dense, everything, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(sparse, dense, atol=1e-3)
+    torch.testing.assert_close(mixed[0], dense[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mixed[1:], sparse[1:], rtol=1e-4, atol=1e-4)
+    assert all(bool((selection.mass == 0).all()) for selection in muted.selections.values())
+    assert not torch.allclose(muted.logits, dense, atol=1e-3)
+
+
+def test_gradients_reach_every_parameter() -> None:
+    sizes = dataclasses.replace(SMALL, silent=())
+    model = make_model(sizes, random.randrange(2**31))
+    lean = LeanNetwork(model)
+    heads = AuxiliaryHeads(sizes.hidden, 4, model.config.vocab_size, 4)
+    stage = curriculum(1024, (128, 256))[1]
+    batch = make_batch(stage, random.randrange(2**31), 0)
+    tokens, targets, subjects = (torch.from_numpy(a).long() for a in (batch.tokens, batch.targets, batch.subjects))
+    sparse = torch.tensor([True, False, False, True])
+    mute = torch.tensor([False, False, True, False])
+    forward = lean(tokens, sparse=sparse, mute=mute, keep=heads.layers)
+    found = losses_of(forward, heads, tokens, targets, subjects, weights=Weights(), silent=(), dense=~sparse)
+    found.total.backward()
+    for name, value in [*model.named_parameters(), *heads.named_parameters()]:
+        assert value.grad is not None, name
+        assert torch.isfinite(value.grad).all(), name
+        assert value.grad.abs().max() > 0, name
+
+
+def test_silent_layers_give_nothing_and_their_indexer_learns_from_the_next() -> None:
+    model = make_model(SMALL, random.randrange(2**31))
+    lean = LeanNetwork(model)
+    tokens = torch.randint(2, model.config.vocab_size, (2, 64))
+    assert not model.model.layers[2].self_attn.compressor.kv_norm.weight.requires_grad
+    forward = lean(tokens, sparse=torch.zeros(2, dtype=torch.bool))
+    before = forward.logits
+    indexer = model.model.layers[2].self_attn.compressor.indexer
+    indexer_loss(forward.selections, SMALL.silent, torch.ones(2, dtype=torch.bool)).backward()
+    assert all(value.grad is not None and value.grad.abs().max() > 0 for value in indexer.parameters())
+    # Nothing but Indexers learns from this loss.
+    others = [n for n, v in model.named_parameters() if ".indexer." not in n and v.grad is not None and v.grad.any()]
+    assert others == []
+    with torch.no_grad():
+        # What a silent layer compresses changes no logit.
+        model.model.layers[2].self_attn.compressor.kv_proj.weight.normal_()
+        torch.testing.assert_close(lean(tokens, sparse=torch.zeros(2, dtype=torch.bool)).logits, before)

@@ -1,0 +1,175 @@
+"""Training on a CPU at toy sizes: it learns, resumes exactly, writes a checkpoint that everyone reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import DeepseekV4ForCausalLM
+
+from tests.support.networks import build_engine
+from trt_redknot import Engine, Request, Tokens
+from trt_redknot.engine.tokenizer import EngineTokenizer
+from trt_redknot.errors import CheckpointError, LaunchError
+from trt_redknot.evaluation.nano.network import SMALL
+from trt_redknot.evaluation.nano.training import REPORT, Recipe, Trainer
+
+PROJECT = Path(__file__).resolve().parents[3]
+SCRIPT = PROJECT / "run" / "train_nano.py"
+TOY = dataclasses.replace(SMALL, layers=5, head_dim=16, sinkhorn=2)
+RECIPE = Recipe(
+    sizes=TOY, seed=3, steps=3 * REPORT, lengths=(64, 128), ends=(0.5, 1.0), tokens=256, rate=3e-3, warmup=20,
+    subject_layer=3,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A whole run: its log, its state at the first report, and at the end."""
+
+    log: list[dict[str, float]]
+    begun: Path
+    ended: Path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("run")
+    trainer = Trainer(RECIPE, torch.device("cpu"))
+    log: list[dict[str, float]] = []
+
+    def save() -> bool:
+        if trainer.progress.step == REPORT:
+            trainer.save(folder / "begun.safetensors")
+        return False
+
+    trainer.run(pause=save, log=log.append)
+    assert trainer.done
+    trainer.save(folder / "ended.safetensors")
+    return Trained(log=log, begun=folder / "begun.safetensors", ended=folder / "ended.safetensors")
+
+
+def test_answers_and_previous_tokens_are_learnt(trained: Trained) -> None:
+    first, last = trained.log[0], trained.log[-1]
+    assert [entry["step"] for entry in trained.log] == [REPORT * i for i in range(1, 4)]
+    assert last["answers"] < 0.7 * first["answers"]
+    # The heads find the tokens before in the streams after layer 1, which starts without any of them.
+    assert last["previous_correct"] > first["previous_correct"] + 0.15
+    assert [entry["length"] for entry in trained.log] == [64, 64, 128]
+
+
+def test_a_resumed_run_equals_one_that_was_not_interrupted(trained: Trained, tmp_path: Path) -> None:
+    resumed = Trainer(RECIPE, torch.device("cpu"))
+    resumed.load(trained.begun)
+    assert resumed.progress.step == REPORT
+    resumed.run()
+    path = tmp_path / "state.safetensors"
+    resumed.save(path)
+    expected, found = load_file(trained.ended), load_file(path)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name
+
+
+def test_states_of_another_recipe_and_damaged_ones_are_refused(trained: Trained, tmp_path: Path) -> None:
+    other = Trainer(dataclasses.replace(RECIPE, rate=1e-3), torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=r"another recipe.*'rate': 0.001.*'rate': 0.003"):
+        other.load(trained.begun)
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(trained.begun.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Trainer(RECIPE, torch.device("cpu")).load(damaged)
+
+
+def test_the_clock_ends_a_run_too() -> None:
+    trainer = Trainer(dataclasses.replace(RECIPE, steps=10**6, minutes=2.0), torch.device("cpu"))
+    trainer.progress.seconds = 60.0
+    assert trainer.share == 0.5
+    assert not trainer.done
+    trainer.progress.seconds = 121.0
+    assert trainer.done
+    trainer.run()
+    assert trainer.progress.step == 0
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_nano", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def arguments(output: Path, *more: str) -> list[str]:
+    return ["--output", str(output), "--small", "--steps", "40", "--tokens", "128", "--lengths", "64", "--workers", "1",
+            "--score-lengths", "256", "--score-prompts", "1", *more]  # fmt: skip
+
+
+def test_the_command_pauses_resumes_and_leaves_a_checkpoint(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    script.main(arguments(output, "--pause-after", "0"), standalone_mode=False)
+    assert f"paused at step {REPORT}" in capsys.readouterr().err
+    assert "Not scored" in (output / "checkpoint" / "README.md").read_text()
+    script.main(arguments(output), standalone_mode=False)
+    shown = capsys.readouterr()
+    assert f"going on at step {REPORT}" in shown.err
+    said: dict[str, Any] = json.loads(shown.out)
+    assert said["step"] == 2 * REPORT
+    assert set(said["exact_match"]) == {"256"}
+    assert said["bytes"] < 32 * 2**20
+    assert said["logits_from_transformers"] < 1e-4
+    checkpoint = output / "checkpoint"
+    card = (checkpoint / "README.md").read_text()
+    assert "    python run/train_nano.py" in card
+    assert "| tokens | single | override |" in card
+    model = DeepseekV4ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    engine_dir = build_engine(checkpoint, tmp_path / "engine")
+    tokens = EngineTokenizer(engine_dir).encode("About Mara. The boat is red. Question: What is the boat of Mara?")
+    response = Engine.open(engine_dir).generate(Request(segments=[Tokens(tokens)], max_new_tokens=1, reuse=None))
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+    torch.testing.assert_close(response.first_logits, expected, rtol=1e-3, atol=1e-3)
+    with pytest.raises(CheckpointError, match="of another recipe"):
+        script.main(arguments(output, "--seed", "8"), standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "words"),
+    [
+        (["--lengths", "64,x"], click.UsageError, "whole numbers"),
+        (["--lengths", "8"], click.UsageError, "64 or more"),
+        (["--device", "cuda:99"], LaunchError, "the device cannot be used"),
+        (["--device", "abacus"], LaunchError, "the device cannot be used"),
+    ],
+)
+def test_wrong_options_are_refused(
+    script: ModuleType, tmp_path: Path, more: list[str], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        script.main(arguments(tmp_path / "out", *more), standalone_mode=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_training_needs_nothing_that_a_torch_image_lacks() -> None:
+    absent = ("pydantic", "pydantic_core", "blake3", "portalocker", "jinja2", "prometheus_client", "mpi4py")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent!r})); sys.argv = ['train_nano.py', '--help']; "
+        f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--minutes" in done.stdout

@@ -1,0 +1,65 @@
+"""Processes that must not outlive what started them: `python -m trt_redknot.serving.parent COMMAND...` is one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from trt_redknot.cli.command import run_command
+from trt_redknot.errors import LaunchError
+
+_PR_SET_PDEATHSIG = 1
+# A process that cannot wind its alarm for so long is ended by the kernel.
+_ALARM_S = 20.0
+_WIND_S = 5.0
+
+
+def die_with_parent() -> Callable[[], None]:
+    """What makes the process that calls it get SIGTERM when its parent dies; it survives `exec`. For `preexec_fn`."""
+    # Looked up before the fork: between fork and exec nothing may be loaded.
+    prctl = ctypes.CDLL(None).prctl
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    return prepare
+
+
+def end_with_parent(close: Callable[[], None]) -> None:
+    """Once this process's parent is dead, call `close` in a thread and end this process.
+
+    A stub whose server is killed can hang in a message to it and hold the interpreter's lock, so that no thread of it
+    runs any more. Hence an alarm that a thread keeps winding: when nobody winds it, the kernel ends the process.
+    """
+    parent = os.pidfd_open(os.getppid())
+
+    def watch() -> None:
+        while True:
+            signal.setitimer(signal.ITIMER_REAL, _ALARM_S)
+            gone, _, _ = select.select([parent], [], [], _WIND_S)
+            if gone:
+                break
+        close()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _main() -> int:
+    command = sys.argv[1:]
+    if not command:
+        raise LaunchError("a command is missing", expected="python -m trt_redknot.serving.parent COMMAND...")
+    die_with_parent()()
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise LaunchError(f"the command cannot be started: {error.strerror}", path=command[0]) from error
+
+
+if __name__ == "__main__":
+    run_command(_main)

@@ -21,7 +21,7 @@ from trt_redknot.cli.output import Output  # noqa: E402
 from trt_redknot.errors import CheckpointError, LaunchError  # noqa: E402
 from trt_redknot.evaluation.nano.card import model_card  # noqa: E402
 from trt_redknot.evaluation.nano.network import SMALL, NanoSizes, round_to_checkpoint, write_checkpoint  # noqa: E402
-from trt_redknot.evaluation.nano.scores import Scores, distance, score  # noqa: E402
+from trt_redknot.evaluation.nano.scores import Scores, ablate, distance, score  # noqa: E402
 from trt_redknot.evaluation.nano.training import Recipe, Trainer  # noqa: E402
 
 STATE = "state.safetensors"
@@ -85,7 +85,7 @@ def main(
     trainer.run(pause=run.pause, log=run.log)
     trainer.save(state)
     if not trainer.done:
-        run.checkpoint({})
+        run.checkpoint({}, {})
         out.note(f"paused at step {trainer.progress.step}; the same command goes on")
         return
     round_to_checkpoint(trainer.model)
@@ -98,7 +98,13 @@ def main(
                 autocast=place.type == "cuda",
             )  # fmt: skip
             advance(1)
-    size = run.checkpoint(scores)
+    with out.progress("leaving layers out", 1) as advance:
+        ablation = ablate(
+            trainer.network, min(scored), prompts=max(1, score_prompts // 4), seed=seed, device=place,
+            autocast=place.type == "cuda",
+        )  # fmt: skip
+        advance(1)
+    size = run.checkpoint(scores, ablation)
     out.json(
         {
             "checkpoint": str(output / CHECKPOINT),
@@ -107,6 +113,7 @@ def main(
             "minutes": trainer.progress.seconds / 60,
             "logits_from_transformers": apart,
             "exact_match": scores,
+            "exact_match_without_layer": ablation,
         }
     )
 
@@ -144,11 +151,11 @@ class _Run:
         now = time.monotonic()
         if now - self._saved > _SAVE_S:
             self._trainer.save(self._output / STATE)
-            self.checkpoint({})
+            self.checkpoint({}, {})
             self._saved = now
         return self._pause_s is not None and now - self._started > self._pause_s
 
-    def checkpoint(self, scores: dict[str, Any]) -> int:
+    def checkpoint(self, scores: Scores, ablation: dict[str, float]) -> int:
         trainer = self._trainer
         recipe, progress = trainer.recipe.to_json(), trainer.progress
         content = {
@@ -156,10 +163,12 @@ class _Run:
             "step": progress.step,
             "minutes": progress.seconds / 60,
             "exact_match": scores,
+            "exact_match_without_layer": ablation,
         }
         card = model_card(
             command=" ".join(["python run/train_nano.py", *sys.argv[1:]]), recipe=recipe, step=progress.step,
             minutes=progress.seconds / 60, device=_device_name(trainer.device), scores=scores,
+            ablation=ablation,
         )  # fmt: skip
         return write_checkpoint(trainer.model, self._output / CHECKPOINT, card, content)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,8 +94,10 @@ def test_a_killed_run_goes_on_where_it_was(nano: Nano, whole: Path, tmp_path: Pa
 
 
 def test_results_of_another_policy_are_refused(nano: Nano, whole: Path) -> None:
-    with pytest.raises(JournalError, match="of another run"):
+    with pytest.raises(JournalError, match=r"of another run.*'budget': 0.1"):
         evaluate("run", "--engine", str(nano.directory), "--output", str(whole), "--limit", "2", *SHORT)
+    with pytest.raises(JournalError, match=r"of another run.*'asked'"):
+        evaluate("run", "--engine", str(nano.directory), "--output", str(whole), "--limit", "1", *SHORT, *POLICY)
 
 
 def test_saved_results_are_reported_as_archived(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,3 +169,24 @@ def test_ranks_evaluate_together(nano: Nano, tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     assert [pair["longer"] for pair in results(output)] == [False, True]
     assert finished.stdout.count("Reuse against recomputation") == 1
+
+
+def test_one_command_measures_what_the_docs_show(nano: Nano, tmp_path: Path) -> None:
+    evaluate(
+        "nano", "--checkpoint", str(nano.checkpoint), "--records", str(RECORDS), "--output", str(tmp_path),
+        "--sweep-file", "nano-256.jsonl", "--only", "nano-256.jsonl", "--axis", "engine", "--limit", "1",
+        "--profile-records", "1", "--short-tokens", "1", "--longer-tokens", "2",
+    )  # fmt: skip
+    tables = (tmp_path / "tables.md").read_text()
+    assert re.findall(r"^## (.*)$", tables, re.MULTILINE) == [
+        "Default policy by length", "Default policy by kind of question", "engine",
+    ]  # fmt: skip
+    assert tables.count("Evidence: **measured**.") == 3
+    assert [line.split(" | ")[0] for line in tables.splitlines()[-3:]] == ["| base", "| fp8", "| heads"]
+    assert (tmp_path / "sweep" / "report.html").is_file()
+    again = tables
+    # Nothing is left to do: the same command only writes the tables again.
+    evaluate("nano", "--checkpoint", str(nano.checkpoint), "--records", str(RECORDS), "--output", str(tmp_path),
+             "--sweep-file", "nano-256.jsonl", "--only", "nano-256.jsonl", "--axis", "engine", "--limit", "1",
+             "--profile-records", "1", "--short-tokens", "1", "--longer-tokens", "2")  # fmt: skip
+    assert (tmp_path / "tables.md").read_text() == again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.evaluation.samples import record, write
 from trt_redknot.cli.evaluate import evaluate_command
+from trt_redknot.config.parse import load_geometry
 from trt_redknot.digests import digest_file
 from trt_redknot.evaluation.frozen import MANIFEST, freeze, open_frozen
 from trt_redknot.evaluation.records import RecordError
@@ -100,3 +102,20 @@ def test_the_command_freezes_files(folder: Path, capsys: pytest.CaptureFixture[s
     frozen, questions = open_frozen(folder)
     assert (frozen.name, [q.longer for q in questions]) == ("both", [False, True])
     assert frozen.digest in capsys.readouterr().err.replace("\n", "")
+
+
+def test_the_shipped_files_are_what_the_generator_writes(tmp_path: Path) -> None:
+    script = SHIPPED.parent / "make_data.py"
+    spec = importlib.util.spec_from_file_location("make_data", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(["--output", str(tmp_path)], standalone_mode=False)
+    written = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
+    assert Path("records/records.json") in written
+    for path in written:
+        if path.name != "config.json":
+            # The configuration names the release of transformers that wrote it.
+            assert (tmp_path / path).read_bytes() == (SHIPPED.parent / path).read_bytes(), path
+    assert load_geometry(tmp_path).digest == load_geometry(SHIPPED.parent).digest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import re
+from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
@@ -99,6 +100,29 @@ def test_the_page_shows_both_answers_and_escapes_them() -> None:
     # Answers that differ come first.
     assert page.index("policy, differs") < page.index("policy, same")
     assert not re.search(r"(?:src|href)\s*=|url\(|@import", page)
+
+
+class Balance(HTMLParser):
+    """Checks that every element is closed, in order."""
+
+    void = ("meta", "br", "hr", "img")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_well_formed() -> None:
+    parser = Balance()
+    parser.feed(render_evaluation(swept(), "Title"))
+    assert parser.open == []
 
 
 MEANS = st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0, 1e3), st.floats(0, 1e3)), min_size=1, max_size=9)

@@ -13,7 +13,7 @@ import pytest
 from tests.serving.support import Bench, ids, open_leases
 from trt_redknot import Artifact, ArtifactStore, Request, Tokens
 from trt_redknot.artifacts.lease import Lease
-from trt_redknot.observability.events import Lookup, NoEvents, Purpose, Tier
+from trt_redknot.observability.events import NoEvents, Tier
 from trt_redknot.serving.preload import Preloader
 
 
@@ -25,9 +25,6 @@ class Reading(NoEvents):
 
     def moved(self, tier: Tier, bytes: int) -> None:
         self.bytes += bytes if tier is Tier.DISK else 0
-
-    def looked_up(self, artifact_id: str, outcome: Lookup, purpose: Purpose) -> None:
-        return None
 
 
 @pytest.fixture

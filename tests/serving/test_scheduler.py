@@ -31,7 +31,7 @@ from trt_redknot.serving.messages import (
 def settings_of(engine_dir: Path, bench: Bench) -> ServingConfig:
     return ServingConfig(
         engine=engine_dir, store=bench.store.root, cache_tokens=300, max_batch=3, prefill_steps=5, lookahead=2,
-        max_queue=100,
+        max_queue=100, stall_s=1e9,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from tests.support.triton import (
     resident_bytes,
     triton_server,
 )
+from trt_redknot.serving.bench.command import bench as bench_command
 from trt_redknot.serving.messages import DoneEvent, Event, ServingError, ServingFault, ServingRequest, TokenEvent
 from trt_redknot.serving.triton_launch import serve
 from trt_redknot.serving.triton_probe import probe
@@ -267,6 +268,18 @@ def test_mixed_requests_at_once_answer_like_the_engine(server: TritonServer, ben
     assert set(done) == {"bad", "cancelled", "whole", "streamed"}
     until(lambda: running(server) == 0)
     assert not held_leases(server.processes())
+
+
+def test_the_bench_measures_a_server(server: TritonServer, engine_dir: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    options = ["--random", "2x20", "--question-tokens", "3", "--output-tokens", "2", "--concurrency", "2", "--rounds",
+               "1", "--requests", "3", "--warm-up", "0"]  # fmt: skip
+    url = f"http://127.0.0.1:{server.http}"
+    bench_command.main(["--engine", str(engine_dir), "--url", url, "--log", str(log), *options], standalone_mode=False)
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()][1:]
+    assert [(line["arm"], line["arm_run"], line["tokens"]) for line in lines] == [
+        *[("reuse", "reuse", 2)] * 3, *[("recompute", "recompute", 2)] * 3,
+    ]  # fmt: skip
 
 
 def test_metrics_and_logs_name_what_happened(server: TritonServer) -> None:

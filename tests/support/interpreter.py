@@ -108,7 +108,7 @@ def record(platform: Platform, spec: PlanSpec) -> Recording:
 
 
 class Interpreter:
-    """Implements :class:`trt_redknot.engine.tensorrt.execution.PlanRuntime` on a CPU.
+    """Implements :class:`trt_redknot.engine.tensorrt.backend.PlanRuntime` on a CPU.
 
     Args:
         dtype: what the plans' bf16 becomes, so that equal means equal.

@@ -144,7 +144,7 @@ def start_server(folder: Path, engine: Path, store: Path, *options: str) -> Trit
         log = folder / f"triton-{http}.log"
         command = [
             str(ROOT / "run" / "serve_triton.sh"), "--engine", str(engine), "--store", str(store), "--exit-timeout-s",
-            "5", "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics), *options,
+            "30", "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics), *options,
         ]  # fmt: skip
         with log.open("wb") as file:
             launcher = subprocess.Popen(

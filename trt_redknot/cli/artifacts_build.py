@@ -41,8 +41,8 @@ store already is skipped, so an interrupted run is continued by running it again
 @METRICS_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 def build(
-    paths: tuple[Path, ...], engine_dir: Path, device: str, store_dir: Path, namespace: str, capacity: int | None,
-    rebuild: bool, list_file: Path | None, metrics_file: Path | None, as_json: bool,
+    paths: tuple[Path, ...], engine_dir: Path, device: str | None, store_dir: Path, namespace: str,
+    capacity: int | None, rebuild: bool, list_file: Path | None, metrics_file: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compute documents once and keep what their layers produced."""
     engine = Engine.open(engine_dir, world_communicator(), device=device)

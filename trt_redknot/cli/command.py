@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import json
 import os
 import sys
 import time
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 import numpy as np
 
+from trt_redknot.collectives.mpi import exchange_bytes
 from trt_redknot.errors import CollectiveError, RedKnotError
 
 if TYPE_CHECKING:
@@ -79,7 +82,8 @@ def _run_rank(command: Callable[[], int | None], comm: Intracomm, grace_s: float
         time.sleep(_POLL_S)
     if not codes.any():
         sys.exit(0)
-    code, message = _merge(control.allgather(outcome))
+    replies = exchange_bytes(control, json.dumps(dataclasses.asdict(outcome)).encode())
+    code, message = _merge([_Outcome(**json.loads(reply)) for reply in replies])
     if control.Get_rank() == 0:
         _print_error(message)
     # Finished ranks cannot be aborted, so the status below reaches the launcher without MPI's own abort notice.

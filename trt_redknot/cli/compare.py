@@ -48,7 +48,7 @@ Example:
     )
     @click.option("--page", type=click.Path(path_type=Path), help="Write the row map and ledgers to this HTML file.")
     def command(
-        paths: tuple[Path, ...], engine_dir: Path, device: str, store_dir: Path, namespace: str, question: str,
+        paths: tuple[Path, ...], engine_dir: Path, device: str | None, store_dir: Path, namespace: str, question: str,
         budget: float, tau: float | None, epilogue: str, max_new_tokens: int, warm_up: bool, page: Path | None,
     ) -> None:  # fmt: skip
         """Ask one question about documents with reuse and without, and show what was saved and what it changed."""

@@ -10,6 +10,6 @@ ENGINE_OPTION = click.option(
     "--engine", "engine_dir", type=click.Path(path_type=Path), required=True, help="Engine folder."
 )
 DEVICE_OPTION = click.option(
-    "--device", default="cpu", show_default=True,
+    "--device", show_default="cpu; cuda for an engine of the tensorrt backend",
     help="Where each rank computes: cpu, cuda (the GPU of the rank's number on its host), or cuda:N.",
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trt_redknot.artifacts.store import ArtifactStore
+from trt_redknot.cli.evaluate_nano import nano_command
 from trt_redknot.cli.evaluate_plan import projections_command
 from trt_redknot.cli.output import Output
 from trt_redknot.config.documents import validated_json
@@ -47,6 +48,7 @@ Examples:
   python run/evaluate.py sweep --engine engine --records examples/nano/records --output work/sweep --axis budget
   python run/evaluate.py report --output work/sweep           the page and tables again, from saved results
   python run/evaluate.py projections --geometry flash --length 65536 --length 440000
+  python run/evaluate.py nano --checkpoint examples/nano/checkpoint --records examples/nano/records --output work/nano
   python run/evaluate.py freeze --name my-set records/hotpotqa.jsonl
 An evaluation that was stopped, by whatever means, goes on where it was when the same command is given again.
 """,
@@ -59,6 +61,7 @@ An evaluation that was stopped, by whatever means, goes on where it was when the
     group.add_command(_report_command())
     group.add_command(_freeze_command())
     group.add_command(projections_command())
+    group.add_command(nano_command(comm, _run_command, _sweep_command))
     return group
 
 
@@ -76,6 +79,7 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="Most tokens of a short answer."),
         click.option("--longer-tokens", type=click.IntRange(1), default=128, show_default=True,
                      help="Most tokens of a longer answer."),
+        click.option("--device", help="Where engines compute, as torch names it. Left out: what they are for."),
         click.option("--limit", type=click.IntRange(1), help="Only so many records of each file and kind of answer."),
         click.option("--dry-run", is_flag=True, help="Only say how many records, tokens and seconds it would take."),
         click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of tables."),
@@ -136,7 +140,7 @@ def _evaluate(
     store = ArtifactStore(options["store_dir"] or output / "store")
     runners = {
         name: ArmRunner(
-            engine=Engine.open(folder, comm), tokenizer=EngineTokenizer(folder), store=store,
+            engine=Engine.open(folder, comm, device=options["device"]), tokenizer=EngineTokenizer(folder), store=store,
             short_tokens=options["short_tokens"], longer_tokens=options["longer_tokens"],
         )
         for name, folder in {BASE_ENGINE: options["engine_dir"], **further}.items()

@@ -49,7 +49,7 @@ The format of a request file is in docs/requests.md.
         "--log", "log_file", type=click.Path(), help="Append what happens to this file as JSON lines; - is stderr."
     )
     def command(
-        engine_dir: Path, device: str, store_dir: Path, namespace: str, request_file: Path, arm: str | None,
+        engine_dir: Path, device: str | None, store_dir: Path, namespace: str, request_file: Path, arm: str | None,
         json_file: Path | None, metrics_file: Path | None, log_file: str | None,
     ) -> None:  # fmt: skip
         """Answer the request in a JSON file and show what was reused."""

@@ -27,6 +27,15 @@ def _bytes(rows: torch.Tensor) -> np.ndarray:
     return rows.cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
+def exchange_bytes(comm: Intracomm, payload: bytes) -> list[bytes]:
+    """Every rank's payload, in rank order. As bytes: mpi4py's own allgather would unpickle what it receives."""
+    sizes = np.empty(comm.Get_size(), dtype=np.int64)
+    comm.Allgather(np.array([len(payload)], dtype=np.int64), sizes)
+    everything = np.empty(int(sizes.sum()), dtype=np.uint8)
+    comm.Allgatherv(np.frombuffer(payload, dtype=np.uint8), [everything, sizes.tolist()])
+    return [part.tobytes() for part in np.split(everything, np.cumsum(sizes)[:-1])]
+
+
 class MpiCollectives:
     """Blocking MPI collectives on CPU tensors.
 
@@ -76,7 +85,7 @@ class MpiCollectives:
         return received.to(rows.device)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        return list(self._comm.allgather(payload))
+        return exchange_bytes(self._comm, payload)
 
     def barrier(self) -> None:
         self._comm.Barrier()

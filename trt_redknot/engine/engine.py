@@ -72,6 +72,7 @@ class Engine:
         ops = ops_for(device, manifest, geometry, collectives)
         if watch is not None:
             ops = watch(ops)
+        self._pool_limit = None if plans is None else plans.limits.pool_rows
         self._ropes = RopeTables(geometry, manifest.torch_dtype, device)
         experts = even_split(geometry.experts, collectives.size)[collectives.rank]
         stages = stages_for(geometry, layers, shared, self._ropes, ops, plans)
@@ -268,6 +269,13 @@ class Engine:
         return Generation(self._context, self._pool([capacity]))
 
     def _pool(self, sizes: Sequence[PoolRows]) -> CachePool:
+        wanted = PoolRows.sum(sizes).latents
+        if self._pool_limit is not None and wanted > self._pool_limit:
+            raise RequestError(
+                "the engine's plans hold fewer tokens than are to be open together",
+                expected=f"at most {self._pool_limit} tokens, prompts and answers", found=wanted,
+                remedy="Ask for less at a time, or build the engine with a larger --pool-tokens.",
+            )  # fmt: skip
         return CachePool(
             self.geometry,
             PoolRows.sum(sizes),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trt_redknot.digests import digest_json
 from trt_redknot.engine.response import Response
 from trt_redknot.evaluation.arms import ArmRunner
 from trt_redknot.evaluation.frozen import FrozenSet, Question
@@ -50,6 +51,7 @@ class Evaluation:
             "records": self.frozen.name,
             "digest": self.frozen.digest,
             "questions": len(self.questions),
+            "asked": digest_json([[question.file, question.record.id] for question in self.questions]),
             "variants": [variant.to_json() for variant in self.variants],
             "engines": {
                 name: {

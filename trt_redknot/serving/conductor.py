@@ -26,6 +26,9 @@ from trt_redknot.serving.stores import Stores
 _logger = logging.getLogger("trt_redknot.serving")
 
 COMPLETED = "completed"
+_NOT_BUILT = "not_built"
+# What an operator should look at; everything else is the client's doing.
+_WARNED = frozenset({_NOT_BUILT, ServingFault.INTERNAL.value, ServingFault.RANK_FAILED.value})
 _MESSAGES = {
     ServingFault.CANCELLED: "the client lost interest",
     ServingFault.DEADLINE: "the request's deadline passed",
@@ -127,7 +130,7 @@ class Conductor:
                 pass
             case Failed() if job.phase is Phase.BUILDING and job.request is not None:
                 # The document can still be recomputed, and the answer says so.
-                self._log(job, "not_built", outcome.message, {})
+                self._log(job, _NOT_BUILT, outcome.message, {})
                 self.scheduler.built(job, self.clock())
             case Failed():
                 # Dropped in the next turn: the other ranks hold what the job held, too.
@@ -210,8 +213,8 @@ class Conductor:
 
     def _log(self, job: Job, outcome: str, message: str, report: dict[str, object]) -> None:
         _logger.log(
-            logging.INFO if outcome == COMPLETED else logging.WARNING,
-            "request %s: %s: %s", job.request_id, outcome, message,
+            logging.WARNING if outcome in _WARNED else logging.INFO,
+            "request %r: %s: %s", job.request_id, outcome, message,
             extra={
                 "event": "request", "request_id": job.request_id, "tenant": job.tenant, "outcome": outcome,
                 "kind": job.kind, "arm": report.get("arm"), "fallback_reason": report.get("fallback_reason"),

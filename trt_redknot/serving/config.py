@@ -36,7 +36,8 @@ class ServingConfig(BaseModel):
         default_deadline_s: seconds from submission to the last token for requests that name none; None: no limit.
         missing: what becomes of a document that is not in the store and whose tokens are known: recompute the request,
             build the document first, or refuse the request.
-        stall_s: seconds that a step may take before the service counts as unhealthy and ends.
+        stall_s: seconds that a turn may take before the service counts as unhealthy and ends; also the most that a
+            request's artifacts may be waited for, whatever its policy says.
         log: file for JSON lines, "-" for stderr; None: whatever the process does with its log records.
     """
 
@@ -46,7 +47,7 @@ class ServingConfig(BaseModel):
     store: Path = Field(strict=False)
     namespace: str = Field(default="default", pattern=NAMESPACE_PATTERN)
     world_size: int = Field(default=1, ge=1, le=4096)
-    device: str = "cpu"
+    device: str | None = None
     verify: bool = True
     capacity_bytes: int | None = Field(default=None, ge=1)
     max_queue: int = Field(default=64, ge=1, le=100_000)

@@ -159,7 +159,7 @@ class Scheduler:
         if self.count(HOLDING) >= self.config.max_batch:
             return []
         for job in self._staged:
-            left_s = _left_s(job, now)
+            left_s = self._left_s(job, now)
             if job.phase is Phase.READY or (job.phase is Phase.LOADING and left_s == 0.0):
                 return self._admit(job, now, left_s)
             # One at a time: two builds of the same document would wait for each other.
@@ -169,6 +169,16 @@ class Scheduler:
 
     def _document_size(self, job: Job) -> PoolRows:
         return self.room.size_of_document(len(job.documents[0]))
+
+    def _left_s(self, job: Job, now: float) -> float:
+        """Seconds left of those that the ranks may spend on a request's artifacts."""
+        if job.request is None or job.request.reuse is None or job.times.loading is None:
+            return 0.0
+        # No request keeps its staged place for as long as it likes.
+        allowed_s = min(job.request.reuse.deadline_s, self.config.stall_s)
+        # Verified artifacts wait for their request's turn as long as it takes.
+        spent_s = (now if job.phase is Phase.LOADING else job.times.verified or now) - job.times.loading
+        return max(0.0, allowed_s - spent_s)
 
     def _admit(self, job: Job, now: float, left_s: float) -> list[Command]:
         assert job.request is not None
@@ -258,12 +268,3 @@ class Scheduler:
     @property
     def holding(self) -> int:
         return self.count(HOLDING)
-
-
-def _left_s(job: Job, now: float) -> float:
-    """Seconds left of those that the ranks may spend on a request's artifacts."""
-    if job.request is None or job.request.reuse is None or job.times.loading is None:
-        return 0.0
-    # Verified artifacts wait for their request's turn as long as it takes.
-    spent_s = (now if job.phase is Phase.LOADING else job.times.verified or now) - job.times.loading
-    return max(0.0, job.request.reuse.deadline_s - spent_s)

@@ -87,20 +87,29 @@ def run_until_ended(command: Sequence[str], environment: Mapping[str, str], serv
     Raises:
         LaunchError: it cannot be started.
     """
+    started: list[int] = []
+    told = False
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal told
+        told = True
+        for pid in started:
+            # Told by mpirun to end, the server would not get to finish what is open.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(_running(server, pid) or pid, signal.SIGTERM)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         process = subprocess.Popen(
             command, env=dict(environment), stdin=subprocess.DEVNULL, preexec_fn=die_with_parent()
         )
+        started.append(process.pid)
+        if told:
+            process.terminate()
+        status = process.wait()
+        started.clear()
     except OSError as error:
         raise LaunchError(f"the server cannot be started: {error.strerror or error}", path=command[0]) from error
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        # Told by mpirun to end, the server would not get to finish what is open.
-        os.kill(_running(server, process.pid) or process.pid, signal.SIGTERM)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        status = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -109,9 +118,10 @@ def run_until_ended(command: Sequence[str], environment: Mapping[str, str], serv
 
 def _running(program: Path, parent: int) -> int | None:
     """The child of `parent` that runs `program`."""
-    for thread in Path(f"/proc/{parent}/task").glob("*"):
-        for child in (thread / "children").read_text(encoding="ascii").split():
-            with contextlib.suppress(OSError):
+    # A process that ends at this moment takes its folder along.
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{parent}/task").iterdir():
+            for child in (thread / "children").read_text(encoding="ascii").split():
                 if Path(f"/proc/{child}/exe").samefile(program):
                     return int(child)
     return None
@@ -146,7 +156,7 @@ The settings, both modes and their limits are in docs/serving.md.
 @click.option("--http-port", type=click.IntRange(1, 65535), default=8000, show_default=True)
 @click.option("--grpc-port", type=click.IntRange(1, 65535), default=8001, show_default=True)
 @click.option("--metrics-port", type=click.IntRange(1, 65535), default=8002, show_default=True)
-@click.option("--exit-timeout-s", type=click.IntRange(0), default=20, show_default=True,
+@click.option("--exit-timeout-s", type=click.IntRange(0), default=30, show_default=True,
               help="Seconds open requests get when the server is told to end.")  # fmt: skip
 @click.option("--server", type=click.Path(path_type=Path), help="tritonserver; left out: found.")
 @click.option("--backends", type=click.Path(path_type=Path), help="Triton's folder of backends; left out: beside it.")

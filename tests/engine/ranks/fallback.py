@@ -43,6 +43,8 @@ class Job:
             shutil.copytree(folder / "base", folder / "newer")
         self.world.Barrier()
         self.engine.build_artifact(ArtifactStore(folder / "newer"), task["documents"][1], rebuild=True)
+        # A rank that is done may copy while another one still takes its part of the build away.
+        self.world.Barrier()
         self.clean = self.copy("base", "clean")
         self.newer = self.copy("newer", "clean-newer")
 

@@ -24,7 +24,7 @@ from trt_redknot.engine.tensorrt.samples import PlanSample
 from trt_redknot.engine.tensorrt.session import PlanSession
 from trt_redknot.engine.tensorrt.specification import PlanSpec, needs_other_ranks
 from trt_redknot.engine.tensorrt.streams import DEFAULT_STREAM, PlanStream, find_cuda_runtime
-from trt_redknot.errors import EngineError
+from trt_redknot.errors import EngineError, RequestError
 
 CPU = torch.device("cpu")
 LIMITS = PlanLimits(chunk_rows=16, max_length=512, decode_rows=4)
@@ -187,6 +187,20 @@ def test_streams_and_events_are_given_back_and_their_errors_are_typed() -> None:
         find_cuda_runtime("no_such_cuda.runtime")
 
 
+def test_the_real_bindings_take_the_calls() -> None:
+    pytest.importorskip("cuda.bindings.runtime", reason="cuda-python is not installed (cuda-bindings)")
+    cuda = find_cuda_runtime()
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        stream = PlanStream(cuda)
+        with stream.running(DEFAULT_STREAM) as handle:
+            assert handle == stream.handle != DEFAULT_STREAM
+        stream.close()
+    else:
+        with pytest.raises(EngineError, match="CUDA refused a stream or an event, found cudaError"):
+            PlanStream(cuda)
+
+
 def test_a_request_through_the_session_is_bit_for_bit_what_its_plans_compute(
     platform: Platform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,3 +220,6 @@ def test_a_request_through_the_session_is_bit_for_bit_what_its_plans_compute(
     assert torch.equal(found.first_logits, wanted.first_logits)
     assert bool(found.first_logits.isfinite().all())
     assert [entry[:2] for entry in made.journal.entries if isinstance(entry[1], Phase)] == interpreter.runs
+    # Ten of them have more tokens than the plans' pools.
+    with pytest.raises(RequestError, match=r"expected at most 512 tokens.*found 560.*--pool-tokens"):
+        files.engine(made.session).generate([request] * 10)

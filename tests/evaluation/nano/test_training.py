@@ -130,6 +130,7 @@ def test_the_command_pauses_resumes_and_leaves_a_checkpoint(
     said: dict[str, Any] = json.loads(shown.out)
     assert said["step"] == 2 * REPORT
     assert set(said["exact_match"]) == {"256"}
+    assert list(said["exact_match_without_layer"]) == ["none", "2", "3", "4", "5", "6"]
     assert said["bytes"] < 32 * 2**20
     assert said["logits_from_transformers"] < 1e-4
     checkpoint = output / "checkpoint"

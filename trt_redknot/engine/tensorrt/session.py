@@ -30,7 +30,7 @@ POOLS = frozenset({"latents", "entries", "index_keys", "rope"})
 
 
 class PlanSession:
-    """Implements :class:`trt_redknot.engine.tensorrt.execution.PlanRuntime` on a GPU.
+    """Implements :class:`trt_redknot.engine.tensorrt.backend.PlanRuntime` on a GPU.
 
     Everything is made here: contexts for each plan and phase, one scratch memory that all of them share (plans of a
     session never run at the same time), the stream. A run allocates its outputs from torch and does nothing else that a

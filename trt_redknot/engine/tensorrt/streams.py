@@ -84,5 +84,5 @@ class PlanStream:
     def _value(answer: tuple[Any, ...]) -> Any:
         status, *values = answer
         if int(status) != 0:
-            raise EngineError("CUDA refused a stream or an event", found=status)
+            raise EngineError("CUDA refused a stream or an event", found=getattr(status, "name", status))
         return values[0] if values else None

@@ -25,7 +25,7 @@ document reuse costs.
 
 def model_card(
     *, command: str, recipe: Mapping[str, Any], step: int, minutes: float, device: str,
-    scores: Mapping[str, Mapping[str, float]],
+    scores: Mapping[str, Mapping[str, float]], ablation: Mapping[str, float],
 ) -> str:  # fmt: skip
     """The card in Markdown. Without scores it says that the network was not scored."""
     sizes = recipe["sizes"]
@@ -50,4 +50,11 @@ def model_card(
     for length, by_kind in scores.items():
         cells = " | ".join(f"{by_kind[kind]:.1%}" for kind in (*KINDS, "all"))
         lines.append(f"| {length} | {cells} |")
+    lines += [
+        f"\nThe same at {min(scores, key=int)} tokens with the compressed entries of one layer set to zero: which",
+        "layers read.\n",
+        f"| {' | '.join(ablation)} |",
+        f"|{'---|' * len(ablation)}",
+        f"| {' | '.join(f'{value:.1%}' for value in ablation.values())} |",
+    ]
     return "\n".join([*lines, ""])

@@ -57,6 +57,30 @@ def distance(network: LeanNetwork, length: int, *, seed: int, device: torch.devi
     return float((own - other).abs().amax(-1).median())
 
 
+@torch.no_grad()
+def ablate(
+    network: LeanNetwork, length: int, *, prompts: int, seed: int, device: torch.device, autocast: bool
+) -> dict[str, float]:
+    """Exact match with the compressed entries of one layer after the other set to zero: which layers read.
+
+    Keys are layers; `none` is the whole network. Prompts are those of `score`.
+    """
+
+    def overall() -> float:
+        scores = score(network, [length], prompts=prompts, seed=seed, device=device, autocast=autocast)
+        return scores[str(length)]["all"]
+
+    result = {"none": overall()}
+    for layer, kind in enumerate(network.kinds):
+        if kind.ratio:
+            weight = network.model.model.layers[layer].self_attn.compressor.kv_norm.weight
+            kept = weight.clone()
+            weight.zero_()
+            result[str(layer)] = overall()
+            weight.copy_(kept)
+    return result
+
+
 def _exact(
     network: LeanNetwork, kind: str, length: int, count: int, rng: random.Random, device: torch.device, autocast: bool
 ) -> list[bool]:

@@ -20,19 +20,20 @@ _Figure = Callable[[ArmFigures], Interval | None]
 
 
 def table(figures: Sequence[LevelFigures], objective: str) -> Table:
-    """One row for an arm at a level. Times in milliseconds."""
+    """One row for an arm at a level. Times in milliseconds; brackets are intervals of 95 %."""
     shown = Table(title=f"times in ms; goodput: requests/s with {objective}")
-    for name in ("level", "arm", "completed", "TTFT p50 (95 %)", "p90", "p99", "TPOT p50", "p99", "latency p50", "p99",
-                 "tokens/s", "goodput", "TTFT ratio (95 %)"):  # fmt: skip
-        shown.add_column(name, justify="left" if name in ("level", "arm") else "right")
+    for name in ("level", "arm", "done", "TTFT p50", "p99", "TPOT p50", "p99", "latency p50", "p99", "tokens/s",
+                 "goodput", "TTFT ratio"):  # fmt: skip
+        left = name in ("level", "arm")
+        shown.add_column(name, justify="left" if left else "right", overflow="fold")
     for level in figures:
         for arm in level.arms:
             ratio = _ratio(level) if arm.arm is Arm.REUSE else ""
             shown.add_row(
                 f"{level.level.loop} {level.level.name}", arm.arm.value, f"{arm.completed}/{arm.sent}",
-                _range(arm.ttft_s, "p50"), _one(arm.ttft_s, "p90"), _one(arm.ttft_s, "p99"), _one(arm.tpot_s, "p50"),
+                _range(arm.ttft_s, "p50").replace(" ", "\n"), _one(arm.ttft_s, "p99"), _one(arm.tpot_s, "p50"),
                 _one(arm.tpot_s, "p99"), _one(arm.latency_s, "p50"), _one(arm.latency_s, "p99"),
-                f"{arm.tokens_a_second:.1f}", f"{arm.goodput:.2f}", ratio,
+                f"{arm.tokens_a_second:.1f}", f"{arm.goodput:.2f}", ratio.replace(" (", "\n("),
             )  # fmt: skip
     return shown
 
@@ -43,14 +44,20 @@ def _ratio(level: LevelFigures) -> str:
 
 
 def _one(figures: Mapping[str, Interval], name: str) -> str:
-    return f"{figures[name].value * 1e3:.1f}" if name in figures else "-"
+    return _milliseconds(figures[name].value) if name in figures else "-"
 
 
 def _range(figures: Mapping[str, Interval], name: str) -> str:
     if name not in figures:
         return "-"
     found = figures[name]
-    return f"{found.value * 1e3:.1f} ({found.low * 1e3:.1f}-{found.high * 1e3:.1f})"
+    return f"{_milliseconds(found.value)} ({_milliseconds(found.low)}-{_milliseconds(found.high)})"
+
+
+def _milliseconds(seconds: float) -> str:
+    """Four digits or more where there are more: what a measurement can carry."""
+    value = seconds * 1e3
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,242 @@
+"""A service behind a socket: ranks that this process starts, follows, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving.support import Bench, ask, ids
+from tests.support.triton import alive, descendants, wait_until_gone
+from trt_redknot.errors import LaunchError
+from trt_redknot.serving.config import ServingConfig
+from trt_redknot.serving.messages import (
+    BuildRequest,
+    BuiltEvent,
+    DoneEvent,
+    FailedEvent,
+    Health,
+    ServingError,
+    ServingFault,
+    ServingRequest,
+    State,
+    TokenEvent,
+)
+from trt_redknot.serving.orchestrator import Orchestrator
+from trt_redknot.serving.rank import FrontEndLink
+from trt_redknot.serving.socket import Channel, ChannelError, Listener, connect
+from trt_redknot.serving.stream import Stream
+
+TIMEOUT_S = 120.0
+
+
+@contextlib.contextmanager
+def orchestrated(config: ServingConfig) -> Iterator[Orchestrator]:
+    service = Orchestrator.open(config, start_timeout_s=TIMEOUT_S)
+    below = descendants(os.getpid())
+    try:
+        yield service
+    finally:
+        service.close()
+        wait_until_gone({pid: below.get(pid, "?") for pid in service.processes}, 30)
+
+
+def test_it_answers_like_the_engine_and_ends_in_order(config: ServingConfig, bench: Bench) -> None:
+    with orchestrated(config) as service:
+        assert service.health() == Health(state=State.READY, world_size=1, waiting=0, running=0)
+        request = ask([{"artifact": bench.artifact_ids[0]}, {"tokens": ids(8)}])
+        stream = service.submit(request)
+        events = list(stream)
+        end = events[-1]
+        assert isinstance(end, DoneEvent)
+        assert list(end.tokens) == list(bench.alone(request).tokens)
+        assert [event.token for event in events if isinstance(event, TokenEvent)] == list(end.tokens)
+        built = list(service.submit(BuildRequest.parse({"documents": [{"tokens": ids(21)}]})))
+        assert [event.built for event in built if isinstance(event, BuiltEvent)] == [True]
+        with pytest.raises(ServingError) as caught:
+            service.submit(ask([{"tokens": [10**6]}])).result()
+        assert caught.value.fault is ServingFault.INVALID_REQUEST
+        assert "redknot_" in service.metrics()
+
+        cancelled = service.submit(ask([{"tokens": ids(5)}], 300, reuse=False))
+        cancelled.poll(TIMEOUT_S)
+        cancelled.cancel()
+        with pytest.raises(ServingError) as caught:
+            cancelled.result()
+        assert caught.value.fault is ServingFault.CANCELLED
+
+        left_open = service.submit(ask([{"tokens": ids(5)}], 300, reuse=False))
+        left_open.poll(TIMEOUT_S)
+        service.close()
+        with pytest.raises(ServingError) as caught:
+            left_open.result()
+        assert caught.value.fault is ServingFault.SHUTTING_DOWN
+        assert service.health().state is State.CLOSED
+        with pytest.raises(ServingError, match="closed"):
+            service.submit(request)
+        service.close()
+
+
+def test_a_killed_rank_is_noticed_at_once(config: ServingConfig) -> None:
+    with orchestrated(config) as service:
+        streams = [service.submit(ask([{"tokens": ids(5)}], 200, reuse=False)) for _ in range(6)]
+        streams[0].poll(TIMEOUT_S)
+        job, rank = service.processes
+        os.kill(rank, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(ServingError, match="rank 0 is gone") as caught:
+                stream.result()
+            assert caught.value.fault is ServingFault.RANK_FAILED
+        assert service.health().state is State.UNHEALTHY
+        with pytest.raises(ServingError) as refused:
+            service.submit(ask([{"tokens": ids(5)}]))
+        assert refused.value.fault is ServingFault.RANK_FAILED
+        deadline = time.monotonic() + 30
+        while alive(job) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not alive(job)
+
+
+def test_a_refused_engine_is_told_and_leaves_nothing(config: ServingConfig, tmp_path: Path) -> None:
+    below = set(descendants(os.getpid()))
+    started = time.monotonic()
+    with pytest.raises(LaunchError, match=r"do not serve: .*engine\.json"):
+        Orchestrator.open(config.model_copy(update={"engine": tmp_path}), start_timeout_s=TIMEOUT_S)
+    assert time.monotonic() - started < TIMEOUT_S
+    assert set(descendants(os.getpid())) <= below
+
+
+def test_a_start_that_takes_too_long_is_ended(config: ServingConfig) -> None:
+    below = set(descendants(os.getpid()))
+    with pytest.raises(LaunchError, match="not ready after"):
+        Orchestrator.open(config, start_timeout_s=0.2)
+    assert set(descendants(os.getpid())) <= below
+
+
+class FakeService:
+    """Streams that the test fills."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.cancelled: list[str] = []
+        self.refusal: ServingError | None = None
+
+    def submit(self, request: ServingRequest | BuildRequest) -> Stream:
+        if self.refusal is not None:
+            raise self.refusal
+        name = request.request_id or ""
+        stream = Stream(name, lambda: self.cancelled.append(name))
+        self.streams.append(stream)
+        return stream
+
+    def health(self) -> Health:
+        return Health(state=State.READY, world_size=3, waiting=1, running=2)
+
+    def metrics(self) -> str:
+        return "figures 1.0\n"
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.fixture
+def linked() -> Iterator[tuple[FakeService, Channel, threading.Thread, list[BaseException]]]:
+    """A rank 0 over a fake service, and the front end's end of its connection."""
+    listener, service, raised = Listener(), FakeService(), []
+    here = connect(listener.path)
+    there = listener.accept(10)
+    assert there is not None
+
+    def run() -> None:
+        try:
+            FrontEndLink(service, there).run()
+        except ChannelError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield service, here, thread, raised
+    here.close()
+    thread.join(10)
+    there.close()
+    listener.close()
+    assert not thread.is_alive()
+
+
+Linked = tuple[FakeService, Channel, threading.Thread, list[BaseException]]
+
+
+def submission(number: int, **request: object) -> dict[str, object]:
+    request = {"segments": [{"tokens": [1]}], **request}
+    return {"op": "submit", "stream": number, "kind": "generate", "request": request}
+
+
+def test_rank_zero_forwards_events_of_many_requests(linked: Linked) -> None:
+    service, channel, _, _ = linked
+    for number in range(3):
+        channel.send(submission(number, request_id=f"r{number}"))
+    channel.send({"op": "health", "call": 7})
+    assert channel.receive() == {"op": "reply", "call": 7, "value": service.health().to_json()}
+    assert [stream.request_id for stream in service.streams] == ["r0", "r1", "r2"]
+    for number, stream in reversed(list(enumerate(service.streams))):
+        stream.put(TokenEvent(index=0, token=number, text="x"))
+        found = channel.receive()
+        assert found == {
+            "op": "event",
+            "stream": number,
+            "event": TokenEvent(index=0, token=number, text="x").to_json(),
+        }
+    channel.send({"op": "cancel", "stream": 1})
+    channel.send({"op": "cancel", "stream": 99})
+    channel.send({"op": "metrics", "call": 8})
+    assert channel.receive() == {"op": "reply", "call": 8, "value": "figures 1.0\n"}
+    assert service.cancelled == ["r1"]
+    for stream in service.streams:
+        stream.put(FailedEvent(fault=ServingFault.INTERNAL, message="over"))
+    ends = [channel.receive() for _ in range(3)]
+    assert sorted(end["stream"] for end in ends if end) == [0, 1, 2]
+
+
+def test_rank_zero_tells_of_refusals(linked: Linked) -> None:
+    service, channel, _, _ = linked
+    channel.send(submission(1, colour="red"))
+    refused = channel.receive()
+    assert refused is not None
+    assert refused["event"]["fault"] == "invalid_request"
+    assert "colour" in refused["event"]["message"]
+    service.refusal = ServingError(ServingFault.QUEUE_FULL, "later")
+    channel.send(submission(2))
+    assert channel.receive() == {
+        "op": "event", "stream": 2, "event": FailedEvent(fault=ServingFault.QUEUE_FULL, message="later").to_json(),
+    }  # fmt: skip
+
+
+def test_rank_zero_ends_when_told(linked: Linked) -> None:
+    _, channel, thread, raised = linked
+    channel.send({"op": "stop"})
+    thread.join(10)
+    assert not thread.is_alive()
+    assert raised == []
+
+
+def test_rank_zero_notices_that_its_front_end_is_gone(linked: Linked) -> None:
+    service, channel, thread, raised = linked
+    channel.send(submission(1, request_id="open"))
+    channel.send({"op": "metrics", "call": 1})
+    channel.receive()
+    channel.close()
+    thread.join(10)
+    assert "gone" in str(raised[0])
+    service.streams[0].put(TokenEvent(index=0, token=1, text=""))
+    deadline = time.monotonic() + 10
+    while not service.cancelled and time.monotonic() < deadline:
+        service.streams[0].put(TokenEvent(index=0, token=1, text=""))
+        time.sleep(0.02)
+    assert service.cancelled == ["open"]
+    service.streams[0].put(FailedEvent(fault=ServingFault.CANCELLED, message="over"))

@@ -1,0 +1,40 @@
+"""Tables of an evaluation as Markdown, for a documentation page. Every table names its class of evidence."""
+
+from __future__ import annotations
+
+from trt_redknot.evaluation.summary import ALL, Group, Summary
+from trt_redknot.evaluation.tables import change, percent
+
+_HEAD = (
+    "pairs", "F1 reuse", "F1 recompute", "change of F1, points", "EM reuse", "EM recompute", "KL, nats",
+    "same first token", "same tokens", "token-rows saved",
+)  # fmt: skip
+
+
+def overall_markdown(summary: Summary, axis: str) -> str:
+    """One line a variant of the axis."""
+    return _table(summary, axis, [(group.value, group) for group in summary.overall(axis)])
+
+
+def groups_markdown(summary: Summary, variant: str, by: str) -> str:
+    """One line a kind of question, or a file, of one variant."""
+    groups = [group for group in summary.groups if group.variant == variant and group.by in (by, ALL)]
+    return _table(summary, by, [(group.name, group) for group in groups])
+
+
+def _table(summary: Summary, first: str, rows: list[tuple[str, Group]]) -> str:
+    lines = [
+        f"Evidence: **{summary.evidence.value}**.",
+        "",
+        f"| {first} | {' | '.join(_HEAD)} |",
+        f"|{'---|' * (len(_HEAD) + 1)}",
+    ]
+    for name, group in rows:
+        m = group.metrics
+        cells = [
+            str(group.pairs), percent(m["f1_reuse"]), percent(m["f1_recompute"]), change(m["f1_change"]),
+            percent(m["exact_reuse"]), percent(m["exact_recompute"]), f"{m['kl'].mean:.4f}", percent(m["top1"]),
+            percent(m["agreement"]), percent(m["token_rows_saved"]),
+        ]  # fmt: skip
+        lines.append(f"| {name.replace('|', '/')} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])

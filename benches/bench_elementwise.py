@@ -14,6 +14,7 @@ from benches.common import median_ms, random_rope
 from benches.elementwise_cases import compress_case, expert_case, generator_of, mix_case, normal
 from trt_redknot.ops.cuda import elementwise, moe
 from trt_redknot.ops.cuda.elementwise import RowFormat
+from trt_redknot.ops.experts import quantise_experts
 from trt_redknot.ops.reference.packing import latent_row_bytes, pack_rows, row_bytes
 
 EPS = 1e-6
@@ -158,11 +159,11 @@ def grouped_gemm_lines(device: str = "cuda") -> Iterator[str]:
     ceiling = 2 * 8192 * 4096 * 4096 / (plain * 1e-3)
     yield f"fp8 product 8192 x 4096 x 4096: {ceiling / 1e12:.0f} TFLOP/s"
     for depth, width in ((4096, 4096), (2048, 4096)):
-        weight, scale = moe.quantise_weight(torch.randn((32, width, depth), device=device))
+        weight = quantise_experts(torch.randn((32, width, depth), device=device))
         for rows in (12288, 98304):
             ends = torch.arange(1, 33, device=device).int() * (rows // 32)
             x = torch.randn((rows, depth), device=device).bfloat16()
-            call = captured(lambda x=x, ends=ends, w=weight, s=scale: moe.grouped_gemm_fp8(x, ends, w, s))
+            call = captured(lambda x=x, ends=ends, w=weight: moe.grouped_gemm_fp8(x, ends, w.codes, w.scales))
             ms = median_ms(call)
             rate = 2 * rows * depth * width / (ms * 1e-3)
             yield (

@@ -1,7 +1,8 @@
 """Not the Triton compiler: this folder holds the model repository for Triton Inference Server.
 
-Both are called triton. With this repository on `sys.path`, `import triton` would find the folder, and torch would take it
-for the compiler. So this module steps aside: the compiler is imported where it is installed, and is missing where not.
+Both are called triton. With this repository on `sys.path`, `import triton` would find the folder, and torch would take
+it for the compiler. So this module steps aside: the compiler is imported where it is installed, and is missing where it
+is not.
 """
 
 import sys

@@ -6,11 +6,13 @@ import random
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.support.networks import NetworkOptions, build_engine, network, write_network
 from trt_redknot import Artifact, ArtifactStore, Engine, Request, Response, ReusePolicy, Tokens
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.engine.build import BuildOptions
+from trt_redknot.errors import EngineError
 from trt_redknot.reports.compare import kl_divergence
 
 
@@ -69,3 +71,40 @@ def test_a_bfloat16_engine_answers_like_a_float32_one(checkpoint: Path, tmp_path
     for exact, rounded in zip(expected, found, strict=True):
         assert rounded.first_logits.isfinite().all()
         assert kl_divergence(exact.first_logits, rounded.first_logits) < 0.1
+
+
+def test_experts_in_fp8(tmp_path: Path) -> None:
+    """A quarter of the bytes; answers that are near; artifacts of its own."""
+    draw = random.Random()
+    options = NetworkOptions(
+        kinds="schcsh", hash_layers=1, hidden=128, expert_width=128, experts=4, seed=draw.randrange(2**31)
+    )
+    checkpoint = write_network(network(options), tmp_path / "checkpoint")
+    documents = [[draw.randrange(97) for _ in range(n)] for n in (128, 60)]
+    question = [draw.randrange(97) for _ in range(9)]
+    engines = {
+        experts: engine_of(checkpoint, tmp_path / experts, BuildOptions(chunk_rows=64, experts=experts))
+        for experts in ("same", "fp8")
+    }
+    store = ArtifactStore(tmp_path / "store")
+    found = {experts: answers(engine, store, documents, question) for experts, engine in engines.items()}
+    assert all(each[0].report.arm == "reuse" for each in found.values())
+    assert len(store.ls()) == 4, "artifacts of rounded and of plain experts are told apart"
+    assert 1e-9 < kl_divergence(found["same"][1].first_logits, found["fp8"][1].first_logits) < 0.1
+    sizes = {experts: expert_bytes(tmp_path / experts / "engine") for experts in engines}
+    assert sizes["fp8"] < 0.27 * sizes["same"], "a byte and a scale a block, not four bytes"
+
+
+def expert_bytes(engine: Path) -> int:
+    return sum(
+        tensor.nbytes
+        for path in (engine / "rank-0000").glob("layer-*")
+        for name, tensor in load_file(path).items()
+        if name.startswith("experts.")
+    )
+
+
+def test_experts_without_fp8_blocks_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="no FP8 blocks"):
+        engine_of(checkpoint, tmp_path, BuildOptions(experts="fp8"))
+    assert not (tmp_path / "engine").exists()

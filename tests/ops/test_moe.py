@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trt_redknot.ops.experts import EXPERT_BLOCK, quantise_experts
 from trt_redknot.ops.reference.moe import adaptive_fanout, experts, route_hash, route_learned
 
 
@@ -92,3 +93,27 @@ def test_experts_of_all_ranks_add_up() -> None:
                 expected[row] += share * (down[expert] @ (gate * torch.sigmoid(gate) * up))
     torch.testing.assert_close(total, expected, atol=1e-10, rtol=1e-10)
     assert math.isfinite(float(total.sum()))
+
+
+@given(seed=st.integers(0, 2**31), spread=st.integers(0, 40))
+def test_fp8_experts_are_off_by_half_a_step_at_most(seed: int, spread: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, 2 * EXPERT_BLOCK, EXPERT_BLOCK)
+    sizes = torch.randint(-spread, spread + 1, (2, 2, 1, 1, 1), generator=generator).float().exp2()
+    weight = torch.randn(shape, generator=generator).view(2, 2, EXPERT_BLOCK, 1, EXPERT_BLOCK) * sizes
+    weight = weight.view(shape)
+    found = quantise_experts(weight)
+    assert found.shape == weight.shape
+    assert bool((found.scales.log2() == found.scales.log2().round()).all()), "scales are powers of two"
+    for index in range(2):
+        back = found.expert(index, torch.float64)
+        step = found.scales[index].T.repeat_interleave(EXPERT_BLOCK, 0).repeat_interleave(EXPERT_BLOCK, 1).double()
+        # Three bits of mantissa; below 2**-6 of the scale the step is constant.
+        bound = torch.maximum(weight[index].double().abs() / 16, step * 2.0**-10)
+        assert bool(((back - weight[index].double()).abs() <= bound).all())
+
+
+def test_experts_of_nothing_but_zeros() -> None:
+    found = quantise_experts(torch.zeros(1, EXPERT_BLOCK, EXPERT_BLOCK))
+    assert bool(found.scales.isfinite().all())
+    assert not found.expert(0, torch.float32).any()

@@ -12,6 +12,7 @@ from benches.common import Layout, attention_case, make_table, place, random_rop
 from benches.elementwise_cases import compress_case, expert_case, generator_of, mix_case, normal
 from trt_redknot.ops.cuda import attention, elementwise, indexer, moe
 from trt_redknot.ops.cuda.elementwise import RowFormat
+from trt_redknot.ops.experts import quantise_experts
 from trt_redknot.ops.reference.packing import latent_row_bytes, pack_rows, row_bytes
 
 Outputs = tuple[torch.Tensor, ...]
@@ -296,7 +297,8 @@ def expert_cases(seed: int, device: str, rows: int) -> list[Case]:
     inverse = torch.where((local >= 0) & (local < held), places, -1).int().view(rows, top_k)
     ends = torch.linspace(0, capacity // 2, held, device=device).int()
 
-    weight, scale = moe.quantise_weight(normal(generator_of(seed, device), held, 256, 128, dtype=torch.float32))
+    quantised = quantise_experts(normal(generator_of(seed, device), held, 256, 128, dtype=torch.float32))
+    weight, scale = quantised.codes, quantised.scales
     deep = normal(generator_of(seed + 2, device), capacity, 128)
 
     def permuted() -> Mapping[str, torch.Tensor]:

@@ -21,11 +21,11 @@ from trt_redknot.engine.tensorrt.profiles import Phase, PlanLimits
 from trt_redknot.engine.tensorrt.running import bind_sizes, choose_phase, output_shape, plan_ranges
 from trt_redknot.engine.tensorrt.specification import PlanSpec
 from trt_redknot.engine.tensorrt.verification import unpacked
+from trt_redknot.ops.experts import QuantisedExperts
 from trt_redknot.ops.interface import Ops
 from trt_redknot.ops.reference.backend import ReferenceOps
 from trt_redknot.ops.reference.packing import pack_latents, pack_rows
 from trt_redknot.ops.tables import AttentionTable, CompressTable
-from trt_redknot.ops.tensorrt.experts import EXPERT_BLOCK
 from trt_redknot.ops.tensorrt.plugins import CutPort
 from trt_redknot.ops.tensorrt.tensors import (
     ElementType,
@@ -168,8 +168,8 @@ class Interpreter:
         """Weights of experts as numbers, once a tensor."""
         key = codes.data_ptr()
         if key not in self._experts:
-            spread = scales.transpose(1, 2).repeat_interleave(EXPERT_BLOCK, 1).repeat_interleave(EXPERT_BLOCK, 2)
-            self._experts[key] = codes.view(torch.float8_e4m3fn).to(self._dtype) * spread.to(self._dtype)
+            weight = QuantisedExperts(codes=codes.view(torch.float8_e4m3fn), scales=scales)
+            self._experts[key] = torch.stack([weight.expert(each, self._dtype) for each in range(len(codes))])
         return self._experts[key]
 
     @property

@@ -15,14 +15,14 @@ from trt_redknot import Engine
 from trt_redknot.collectives import Collectives, from_communicator
 from trt_redknot.engine.loading import LoadedRank, load_rank
 from trt_redknot.engine.tensorrt.backend import PlanBackend, PlanRuntime
-from trt_redknot.engine.tensorrt.build import fp8_experts, plan_specs
+from trt_redknot.engine.tensorrt.build import plan_specs
 from trt_redknot.engine.tensorrt.platform import Platform
 from trt_redknot.engine.tensorrt.profiles import PlanLimits
 from trt_redknot.engine.tensorrt.running import aligned
 from trt_redknot.engine.tensorrt.specification import PlanFormat, PlanSpec
+from trt_redknot.engine.weights import quantised
 from trt_redknot.model.layers import Weights
-from trt_redknot.ops.cuda.moe import quantise_weight
-from trt_redknot.ops.tensorrt.experts import EXPERT_BLOCK
+from trt_redknot.ops.experts import quantise_experts
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -40,9 +40,8 @@ def write_plan_network(directory: Path, seed: int) -> Path:
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                codes, scales = quantise_weight(tensor)
-                spread = scales.transpose(1, 2).repeat_interleave(EXPERT_BLOCK, 1).repeat_interleave(EXPERT_BLOCK, 2)
-                tensor.copy_(codes.float() * spread)
+                weight = quantise_experts(tensor)
+                tensor.copy_(torch.stack([weight.expert(each, tensor.dtype) for each in range(len(tensor))]))
     return write_network(model, directory)
 
 
@@ -78,7 +77,7 @@ def load_for_plans(directory: Path, comm: Intracomm | None, form: PlanFormat = B
     loaded = load_rank(directory, collectives.rank, collectives.size, torch.device("cpu"), verify=False)
     return PlanFiles(
         loaded=loaded,
-        layers=[_aligned(fp8_experts(dict(layer))) for layer in loaded.layers],
+        layers=[_aligned(quantised(dict(layer))) for layer in loaded.layers],
         shared=_aligned(loaded.shared),
         collectives=collectives,
         specs=plan_specs(loaded.geometry, world=collectives.size, format=form),

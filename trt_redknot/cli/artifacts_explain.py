@@ -48,10 +48,7 @@ def explain_command(
     if (request_file is None) == (not paths):
         raise click.UsageError("Name either --request or documents.")
     manifest, geometry = read_manifest(engine_dir)
-    identity = ArtifactIdentity.of(
-        geometry, manifest.profile, checkpoint_fingerprint=manifest.checkpoint_fingerprint,
-        form=manifest.artifact_format,
-    )  # fmt: skip
+    identity = manifest.artifact_identity(geometry)
     found = looking_store(store, namespace)
     names, documents, note = _asked(paths, request_file, engine_dir, found, identity)
     out = Output()

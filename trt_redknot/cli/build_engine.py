@@ -20,6 +20,7 @@ from trt_redknot.config.parse import load_geometry
 from trt_redknot.config.profiles import load_profile
 from trt_redknot.config.released import released_geometry
 from trt_redknot.engine.build import BuildOptions, build_torch_engine
+from trt_redknot.engine.manifest import ExpertStorage
 from trt_redknot.engine.tensorrt.build import PlanOptions, build_tensorrt_engine, plan_specs, progress_steps
 from trt_redknot.engine.tensorrt.platform import find_platform
 from trt_redknot.errors import EngineError
@@ -64,6 +65,13 @@ Examples:
         show_default=True,
         help="How artifacts are stored; auto keeps the engine's dtype, which is exact.",
     )
+    @click.option(
+        "--experts",
+        type=click.Choice(["same", "fp8"]),
+        default="same",
+        show_default=True,
+        help="Store expert weights in the engine's dtype or in FP8, rounded to nearest even. Plans always read FP8.",
+    )
     @click.option("--max-length", type=click.IntRange(2), help="Most tokens of a request. Left out: the checkpoint's.")
     @click.option(
         "--chunk-rows",
@@ -86,8 +94,8 @@ Examples:
     @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
     def command(
         checkpoint: Path | None, output: Path | None, profile: str, tp: int | None, backend: str, dtype: str | None,
-        artifact_format: str, max_length: int | None, chunk_rows: int, length: int, dry_run: bool, as_json: bool,
-        **plan_choices: Any,
+        artifact_format: str, experts: str, max_length: int | None, chunk_rows: int, length: int, dry_run: bool,
+        as_json: bool, **plan_choices: Any,
     ) -> None:  # fmt: skip
         """Build an engine from a DeepSeek-V4 checkpoint. Under mpirun every rank builds its own part."""
         collectives = from_communicator(comm)
@@ -129,7 +137,7 @@ Examples:
         opened = Checkpoint.open(checkpoint, geometry)
         options = BuildOptions(
             dtype=cast('Literal["float64", "float32", "bfloat16"]', dtype), artifact_format=form, max_length=max_length,
-            chunk_rows=chunk_rows,
+            chunk_rows=chunk_rows, experts=cast("ExpertStorage", experts),
         )  # fmt: skip
         # TensorRT's registry takes a library once.
         platform = cache(partial(find_platform, collectives.rank, plan_choices["plugin_library"]))

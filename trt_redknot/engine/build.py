@@ -29,11 +29,13 @@ from trt_redknot.engine.manifest import (
     EngineFile,
     EngineManifest,
     EngineRank,
+    ExpertStorage,
     PlanRecord,
     geometry_to_json,
     weight_files,
 )
 from trt_redknot.engine.staging import Staging, open_staging, remove_stale
+from trt_redknot.engine.weights import check_experts, quantised
 from trt_redknot.errors import EngineError, RedKnotError
 from trt_redknot.model.weights import split_heads
 from trt_redknot.partition import even_split
@@ -51,12 +53,14 @@ class BuildOptions:
         dtype: what the ranks compute in.
         max_length: most tokens of a request, prompt and answer together; None: the checkpoint's own limit.
         chunk_rows: rows that go through a stage together.
+        experts: how expert weights are stored: "same" as the rest, or in FP8 (plans always read FP8).
     """
 
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     artifact_format: ArtifactFormat = ArtifactFormat.FLOAT32
     max_length: int | None = None
     chunk_rows: int = 4096
+    experts: ExpertStorage = "same"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,8 @@ def build_torch_engine(
     progress: Callable[[int], None] = lambda done: None,
 ) -> EngineManifest:
     """Write an engine of the torch backend: :func:`build_engine`."""
-    part = BackendPart(name="torch")
+    check_experts(checkpoint.geometry, options.experts)
+    part = BackendPart(name="torch", convert=quantised if options.experts == "fp8" else lambda tensors: tensors)
     return build_engine(checkpoint, profile, output, options, collectives, part, progress=progress)
 
 
@@ -250,6 +255,7 @@ def _manifest(
         profile_digest=profile.digest,
         checkpoint_fingerprint=checkpoint.fingerprint(digests),
         dtype=options.dtype,
+        experts="fp8" if part.name == "tensorrt" else options.experts,
         artifact_format=options.artifact_format,
         tp_size=tp_size,
         max_length=options.max_length or geometry.max_positions,

@@ -14,7 +14,6 @@ import torch
 from trt_redknot.admission.admit import Admission, admit
 from trt_redknot.admission.recompute import document_tokens
 from trt_redknot.artifacts.contents import Part, artifact_parts
-from trt_redknot.artifacts.identity import ArtifactIdentity
 from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.collectives import Collectives, from_communicator
 from trt_redknot.collectives.agreement import agree
@@ -65,10 +64,7 @@ class Engine:
         self.manifest = manifest
         self.geometry = geometry
         self.collectives = collectives
-        self.identity = ArtifactIdentity.of(
-            geometry, manifest.profile, checkpoint_fingerprint=manifest.checkpoint_fingerprint,
-            form=manifest.artifact_format,
-        )  # fmt: skip
+        self.identity = manifest.artifact_identity(geometry)
         ops = ops_for(device, manifest, geometry, collectives)
         if watch is not None:
             ops = watch(ops)

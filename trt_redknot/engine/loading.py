@@ -21,7 +21,7 @@ from trt_redknot.engine.tensorrt.execution import PlanExecutor
 from trt_redknot.engine.tensorrt.opening import OpenedPlans, check_platform, open_plans
 from trt_redknot.engine.tensorrt.platform import Platform, find_platform
 from trt_redknot.engine.tensorrt.running import aligned
-from trt_redknot.engine.weights import check_tensors, stored_tensors
+from trt_redknot.engine.weights import check_tensors, stored_tensors, with_experts
 from trt_redknot.errors import EngineError
 from trt_redknot.model.layers import Weights
 from trt_redknot.ops.cuda.backend import CudaOps
@@ -75,7 +75,9 @@ def load_rank(directory: Path, rank: int, size: int, device: torch.device, *, ve
     loaded = []
     for layer, name in zip([*range(geometry.layers), None], needed, strict=True):
         loaded.append(_load(directory / name, device))
-        wanted = stored_tensors(geometry, layer, rank, size, manifest.torch_dtype, fp8_experts=by_plans)
+        wanted = stored_tensors(
+            geometry, layer, rank, size, manifest.torch_dtype, fp8_experts=manifest.experts == "fp8"
+        )
         check_tensors(loaded[-1], wanted, directory / name)
         if by_plans:
             # Plans are bound by address, and not every address will do.
@@ -160,7 +162,7 @@ def stages_for(
 ) -> StageExecutor:
     """Who computes the stages: the plans of the engine, or the ops where it has none."""
     if plans is None:
-        return OpsExecutor(geometry, layers, shared, ropes, ops)
+        return OpsExecutor(geometry, [with_experts(layer) for layer in layers], shared, ropes, ops)
     return PlanExecutor(geometry, plans, layers, shared, ropes, ops)
 
 

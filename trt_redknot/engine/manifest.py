@@ -11,6 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from trt_redknot.artifacts.formats import ArtifactFormat
+from trt_redknot.artifacts.identity import ArtifactIdentity
 from trt_redknot.config.documents import read_json_object, validated_json
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
@@ -26,6 +27,7 @@ _INSIDE = r"^[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*$"
 _REBUILD = "Build the engine again with build_engine.py."
 
 # float64 is for verification: rounding then decides no near tie of a router or of the Indexer.
+ExpertStorage = Literal["same", "fp8"]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -71,6 +73,7 @@ class EngineManifest(_Strict):
     Attributes:
         geometry: the fields of :class:`ModelGeometry`; `geometry_digest` must be theirs.
         max_length: most tokens of a request, prompt and answer together.
+        experts: how expert weights are stored.
         chunk_rows: rows that go through a stage together.
         versions: of the packages that built the engine.
         gpu, plugin_build, plans: None for engines that need none.
@@ -84,6 +87,7 @@ class EngineManifest(_Strict):
     profile_digest: str
     checkpoint_fingerprint: str
     dtype: Literal["float64", "float32", "bfloat16"]
+    experts: ExpertStorage
     artifact_format: ArtifactFormat
     tp_size: int = Field(ge=1)
     max_length: int = Field(ge=1)
@@ -94,6 +98,14 @@ class EngineManifest(_Strict):
     plans: PlanRecord | None
     ranks: tuple[EngineRank, ...]
     tokenizer_files: tuple[EngineFile, ...]
+
+    def artifact_identity(self, geometry: ModelGeometry) -> ArtifactIdentity:
+        """What artifacts of this engine are told apart by from others of the same documents."""
+        weights = self.checkpoint_fingerprint
+        if self.experts != "same":
+            # Rounded for the engine: what its layers produce is not what the checkpoint's own weights would.
+            weights = digest_json([weights, "experts", self.experts])
+        return ArtifactIdentity.of(geometry, self.profile, checkpoint_fingerprint=weights, form=self.artifact_format)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -11,10 +11,12 @@ import torch
 from trt_redknot.checkpoint.specs import Storage, TensorSpec, layer_specs, shared_specs
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.errors import EngineError
-from trt_redknot.ops.tensorrt.experts import EXPERT_BLOCK
+from trt_redknot.model.layers import Weights
+from trt_redknot.ops.experts import EXPERT_BLOCK, QuantisedExperts, quantise_experts
 
 # Ending of the name of a weight's scales.
 SCALE = "_scale"
+_EXPERTS = ("experts.gate_up", "experts.down")
 # Axis of the heads in tensors that model/weights.py splits by role.
 _HEAD_AXES = {"attn.q_b": 0, "attn.sinks": 0, "attn.o_a": 2}
 
@@ -56,6 +58,34 @@ def stored_tensors(
             yield StoredTensor(name=spec.name + SCALE, source=spec.name, shape=blocks, dtype=torch.float32)
         else:
             yield StoredTensor(name=spec.name, source=spec.name, shape=shape, dtype=kind)
+
+
+def check_experts(geometry: ModelGeometry, experts: str) -> None:
+    """Raise EngineError where expert weights cannot be stored as `experts` says."""
+    if experts == "fp8" and (geometry.hidden % EXPERT_BLOCK or geometry.expert_width % EXPERT_BLOCK):
+        raise EngineError(
+            "expert weights of this geometry have no FP8 blocks",
+            expected=f"hidden and expert width that {EXPERT_BLOCK} divides",
+            found=f"{geometry.hidden} and {geometry.expert_width}", remedy="Build with --experts same.",
+        )  # fmt: skip
+
+
+def quantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer's tensors with its expert weights in FP8, as they are stored."""
+    result = dict(tensors)
+    for name in _EXPERTS:
+        weight = quantise_experts(tensors[name])
+        result[name], result[name + SCALE] = weight.codes, weight.scales
+    return result
+
+
+def with_experts(tensors: Weights) -> Weights:
+    """A layer's tensors as ops take them: codes and scales of expert weights put together, where they are apart."""
+    result = dict(tensors)
+    for name in _EXPERTS:
+        if name + SCALE in tensors:
+            result[name] = QuantisedExperts(codes=tensors[name], scales=result.pop(name + SCALE))
+    return result
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor], wanted: Iterator[StoredTensor], path: Path) -> None:

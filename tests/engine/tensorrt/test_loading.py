@@ -26,9 +26,10 @@ from trt_redknot.engine.loading import load_rank
 from trt_redknot.engine.manifest import EngineFile, EngineManifest, PlanRecord, read_manifest
 from trt_redknot.engine.tensorrt import session as session_module
 from trt_redknot.engine.tensorrt import starting
-from trt_redknot.engine.tensorrt.build import fp8_experts, plan_path
+from trt_redknot.engine.tensorrt.build import plan_path
 from trt_redknot.engine.tensorrt.platform import Platform
 from trt_redknot.engine.tensorrt.profiles import Phase
+from trt_redknot.engine.weights import quantised
 from trt_redknot.errors import EngineError
 
 GPU = torch.device("cuda", 0)
@@ -62,7 +63,7 @@ def machine(platform: Platform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     manifest, _ = read_manifest(directory)
     for layer in range(len(files.layers)):
         path = directory / f"rank-0000/layer-{layer:04d}.safetensors"
-        save_file(fp8_experts(load_file(path)), path)
+        save_file(quantised(load_file(path)), path)
     (directory / "plans").mkdir()
     for spec in files.specs:
         (directory / plan_path(spec)).write_text(spec.kind.name)

@@ -13,6 +13,7 @@ from trt_redknot.errors import EngineError
 from trt_redknot.ops.cuda import moe
 from trt_redknot.ops.cuda.elementwise import call_op
 from trt_redknot.ops.cuda.library import kernels_present
+from trt_redknot.ops.experts import quantise_experts
 from trt_redknot.ops.reference import moe as reference
 from trt_redknot.ops.reference.packing import pack_rows, unpack_rows
 
@@ -201,13 +202,12 @@ def test_fp8_grouped_gemm_equals_its_dequantised_operands(
         .exp2()
     )
     spread = sizes.repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)
-    codes, scale = moe.quantise_weight(normal(generator, len(counts), width, depth, dtype=torch.float32) * spread)
-    found = moe.grouped_gemm_fp8(x, ends, codes, scale)
+    weight = quantise_experts(normal(generator, len(counts), width, depth, dtype=torch.float32) * spread)
+    found = moe.grouped_gemm_fp8(x, ends, weight.codes, weight.scales)
     plain = unpack_rows(pack_rows(x), depth, torch.float64)
-    weight = codes.double() * scale.transpose(1, 2).double().repeat_interleave(128, 1).repeat_interleave(128, 2)
     first = 0
     for expert, last in enumerate(ends.tolist()):
-        wanted = plain[first:last] @ weight[expert].T
+        wanted = plain[first:last] @ weight.expert(expert, torch.float64).T
         assert (found[first:last] - wanted).norm() <= EXPERT_TOLERANCE * wanted.norm()
         first = last
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from trt_redknot.checkpoint import Checkpoint
 from trt_redknot.collectives import Collectives
 from trt_redknot.collectives.agreement import agree
@@ -24,9 +22,8 @@ from trt_redknot.engine.tensorrt.profiles import PlanLimits
 from trt_redknot.engine.tensorrt.progress import STEPS_PER_PLAN
 from trt_redknot.engine.tensorrt.specification import PlanFormat, PlanSpec, plan_spec
 from trt_redknot.engine.tensorrt.stages import plan_kinds
-from trt_redknot.engine.weights import SCALE
+from trt_redknot.engine.weights import quantised
 from trt_redknot.errors import EngineError, RedKnotError
-from trt_redknot.ops.cuda.moe import quantise_weight
 from trt_redknot.partition import even_split
 
 PLAN_FOLDER = "plans"
@@ -120,7 +117,7 @@ def build_tensorrt_engine(
 
     part = BackendPart(
         name="tensorrt", versions={"tensorrt": found.version}, gpu=found.gpu, plugin_build=found.plugin_build,
-        write=write, convert=fp8_experts, plans=PlanRecord(
+        write=write, convert=quantised, plans=PlanRecord(
             decode_rows=plans.limits.decode_rows, segments=plans.limits.segments,
             pool_tokens=plans.limits.pool_tokens, packed_cache=form.packed_cache,
             packed_local=form.packed_local, collectives=chosen,
@@ -153,11 +150,3 @@ def _check_same(records: list[object]) -> None:
             "the ranks would build different plans", expected=different[0], found=", ".join(different[1:]),
             remedy="Plans are the same on every rank: use the same TensorRT, GPU and plugin library on all of them.",
         )  # fmt: skip
-
-
-def fp8_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A layer's tensors with its expert weights as e4m3 codes and their scales, as plans read them."""
-    result = dict(tensors)
-    for name in ("experts.gate_up", "experts.down"):
-        result[name], result[name + SCALE] = quantise_weight(tensors[name])
-    return result

@@ -11,7 +11,7 @@ from trt_redknot.config.rope import inverse_frequencies
 from trt_redknot.engine.tensorrt.specification import PlanSpec, PlanTensor
 from trt_redknot.engine.tensorrt.stages import Stage
 from trt_redknot.engine.weights import SCALE
-from trt_redknot.ops.cuda.moe import quantise_weight
+from trt_redknot.ops.experts import quantise_experts
 from trt_redknot.ops.reference.numerics import rope_table
 from trt_redknot.ops.reference.packing import pack_latents, pack_rows
 from trt_redknot.ops.tensorrt.tensors import ElementType, Extent, Size
@@ -84,9 +84,9 @@ class PlanSample:
             self.tensors[tensor.name] = special[tensor.name](shape)
         elif tensor.name.startswith("experts.") and not tensor.name.endswith(SCALE):
             weight = self._normal(shape) * shape[-1] ** -0.5
-            codes, scales = quantise_weight(weight)
-            self.tensors[tensor.name] = codes.view(torch.int8)
-            self.tensors[tensor.name + SCALE] = scales
+            quantised = quantise_experts(weight)
+            self.tensors[tensor.name] = quantised.codes.view(torch.int8)
+            self.tensors[tensor.name + SCALE] = quantised.scales
         else:
             self.tensors[tensor.name] = self._values(tensor, shape).to(_DTYPES[tensor.type])
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,9 +18,9 @@ from trt_redknot.engine.tensorrt.specification import PlanSpec, needs_other_rank
 from trt_redknot.engine.tensorrt.stages import Stage, StageRun, run_stage
 from trt_redknot.engine.weights import SCALE
 from trt_redknot.model.spec import LayerSpec
+from trt_redknot.ops.experts import QuantisedExperts
 from trt_redknot.ops.reference.backend import ReferenceOps
 from trt_redknot.ops.reference.packing import unpack_latents, unpack_rows
-from trt_redknot.ops.tensorrt.experts import EXPERT_BLOCK
 from trt_redknot.ops.tensorrt.tensors import ElementType
 
 # Root mean square of the error over that of the reference. bf16 keeps 8 bits; FP8 experts round activations to 4.
@@ -117,8 +118,10 @@ def reference_outputs(
         name: tensor.to(dtype) if tensor.dtype is torch.bfloat16 else tensor
         for name, tensor in unpacked(spec, sample.tensors, dtype).items()
     }
-    tensors |= {
-        name: _dequantised(tensors, name).to(dtype) for name in tensors.keys() & {"experts.gate_up", "experts.down"}
+    inputs: dict[str, Any] = dict(tensors)
+    inputs |= {
+        name: QuantisedExperts(codes=tensors[name].view(torch.float8_e4m3fn), scales=tensors[name + SCALE])
+        for name in tensors.keys() & {"experts.gate_up", "experts.down"}
     }
     pools: dict[str, torch.Tensor] = {}
     if spec.kind.stage is Stage.COMPRESS:
@@ -131,16 +134,11 @@ def reference_outputs(
     layer = LayerSpec(geometry=g, layer=layers[0] if layers else 0, tau=tau, first_expert=sample.first_expert)
     ranks = collectives or LocalCollectives()
     run = StageRun(
-        spec=layer, tensors=tensors, full_rows=sample.full_rows, counts=(sample.own_rows,) * ranks.size, pools=pools
+        spec=layer, tensors=inputs, full_rows=sample.full_rows, counts=(sample.own_rows,) * ranks.size, pools=pools
     )
     results = run_stage(ReferenceOps(ranks), spec.kind.stage, run)
     results |= {name: pool for name, pool in pools.items() if name != "entry_rows"}
     return results
-
-
-def _dequantised(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    codes, scales = tensors[name].view(torch.float8_e4m3fn).float(), tensors[name + SCALE].transpose(1, 2)
-    return codes * scales.repeat_interleave(EXPERT_BLOCK, dim=1).repeat_interleave(EXPERT_BLOCK, dim=2)
 
 
 def unpacked(

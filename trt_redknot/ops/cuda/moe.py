@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from trt_redknot.ops.cuda.elementwise import call_op
+from trt_redknot.ops.experts import QuantisedExperts
 
 _SCORING = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}
 FAULT_TOKEN = 1
@@ -92,21 +93,6 @@ def activate(gate_up: torch.Tensor, ends: torch.Tensor, *, limit: float) -> torc
     return out
 
 
-def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert weights [E, N, K] (N and K multiples of 128) for `grouped_gemm_fp8`.
-
-    Returns:
-        e4m3 [E, N, K], and fp32 scales [E, K / 128, N / 128]: for every block of 128 x 128 the least power of two that
-        brings its largest magnitude to at most 448.
-    """
-    experts, width, depth = weight.shape
-    blocks = weight.float().view(experts, width // 128, 128, depth // 128, 128)
-    peak = blocks.abs().amax(dim=(2, 4)).clamp(min=2.0**-100)
-    scale = torch.exp2(torch.ceil(torch.log2(peak / 448)))
-    codes = (blocks / scale[:, :, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return codes.view(experts, width, depth), scale.transpose(1, 2).contiguous()
-
-
 def grouped_gemm_fp8(
     x: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
 ) -> torch.Tensor:
@@ -134,19 +120,24 @@ def experts(
     x_RM: torch.Tensor,
     ids_Rk: torch.Tensor,
     weights_Rk: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | QuantisedExperts,
+    down: torch.Tensor | QuantisedExperts,
     *,
     first: int,
     limit: float,
 ) -> torch.Tensor:
-    """Weighted sum over the experts held here: gate_up bf16 [E, 2 F, M], down bf16 [E, M, F] -> bf16 [R, M]."""
+    """Weighted sum over the experts held here: gate_up [E, 2 F, M], down [E, M, F], bf16 or FP8 -> bf16 [R, M]."""
     if x_RM.shape[0] == 0:
         return torch.empty_like(x_RM)
     permuted, inverse, ends = permute(x_RM, ids_Rk, first=first, experts=gate_up.shape[0])
-    hidden = F.grouped_mm(permuted, gate_up.transpose(1, 2), offs=ends)
-    y = F.grouped_mm(activate(hidden, ends, limit=limit), down.transpose(1, 2), offs=ends)
-    return combine(y, inverse, weights_Rk)
+    hidden = activate(_grouped_gemm(permuted, ends, gate_up), ends, limit=limit)
+    return combine(_grouped_gemm(hidden, ends, down), inverse, weights_Rk)
+
+
+def _grouped_gemm(x: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor | QuantisedExperts) -> torch.Tensor:
+    if isinstance(weight, QuantisedExperts):
+        return grouped_gemm_fp8(x, ends, weight.codes, weight.scales)
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
 def _outputs(x_RM: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from trt_redknot.ops.experts import QuantisedExperts
 from trt_redknot.ops.reference.numerics import wide
+from trt_redknot.ops.reference.packing import pack_rows, unpack_rows
 
 MIN_FANOUT = 3
 _NORM_EPS = 1e-20
@@ -79,12 +81,20 @@ def _swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
     return F.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
 
 
+def _expert_linear(x: torch.Tensor, weight: torch.Tensor | QuantisedExperts, expert: int) -> torch.Tensor:
+    """Rows through one expert's weight. FP8 weights meet FP8 rows, as they do in the tensor cores."""
+    if not isinstance(weight, QuantisedExperts):
+        return F.linear(x, weight[expert])
+    rows = unpack_rows(pack_rows(x), x.shape[1], x.dtype)
+    return F.linear(rows, weight.expert(expert, x.dtype))
+
+
 def experts(
     x_RM: torch.Tensor,
     ids_Rk: torch.Tensor,
     weights_Rk: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | QuantisedExperts,
+    down: torch.Tensor | QuantisedExperts,
     *,
     first: int,
     limit: float,
@@ -94,8 +104,8 @@ def experts(
         rows, slots = torch.where(ids_Rk == first + expert)
         if rows.numel() == 0:
             continue
-        gate, up = F.linear(x_RM[rows], gate_up[expert]).chunk(2, dim=-1)
-        result = F.linear(_swiglu(gate, up, limit), down[expert]) * weights_Rk[rows, slots].unsqueeze(1)
+        gate, up = _expert_linear(x_RM[rows], gate_up, expert).chunk(2, dim=-1)
+        result = _expert_linear(_swiglu(gate, up, limit), down, expert) * weights_Rk[rows, slots].unsqueeze(1)
         output.index_add_(0, rows, result.to(output.dtype))
     return output
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from trt_redknot.errors import EngineError
+from trt_redknot.ops.experts import EXPERT_BLOCK
 from trt_redknot.ops.tensorrt.calls import PluginOps, times
 from trt_redknot.ops.tensorrt.tensors import ElementType, NetworkExperts, NetworkTensor, Shape, Size
 
 _SCORING = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}
-# Channels of an expert weight that share a scale.
-EXPERT_BLOCK = 128
 
 
 class ExpertOps(PluginOps):

@@ -79,6 +79,15 @@ def mpirun_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     return environment
 
 
+def session_folder(folder: Path | str) -> dict[str, str]:
+    """Environment that makes mpirun keep its session in `folder`, a new one that its starter removes.
+
+    Its own choice is named by its process number. A killed mpirun leaves it behind, and one that later gets the same
+    number, as in a container that is started again, refuses to run.
+    """
+    return {"PRTE_MCA_prte_tmpdir_base": str(folder)}
+
+
 def run_ranks(
     ranks: int, argv: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:

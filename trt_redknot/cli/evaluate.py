@@ -153,9 +153,16 @@ def _evaluate(
     out = Output(engine.collectives.rank)
     if options["dry_run"]:
         work = evaluation.workload(_finished(output))
-        out.json({"records": work.records, "pairs": work.pairs, "finished": work.done,
-                  "prompt_tokens": work.prompt_tokens, "estimated_seconds": round(work.seconds, 1),
-                  "estimated_from": f"one pair of {work.probe_tokens} tokens, in proportion"})  # fmt: skip
+        out.json(
+            {
+                "records": work.records,
+                "pairs": work.pairs,
+                "finished": work.done,
+                "prompt_tokens": work.prompt_tokens,
+                "estimated_seconds": round(work.seconds, 1),
+                "estimated_from": f"one pair of {work.probe_tokens} tokens, answers as long as allowed",
+            }
+        )
         return
     with out.progress("evaluating", len(evaluation.variants) * len(questions)) as advance:
         evaluation.run(output, advance)

@@ -95,7 +95,7 @@ class ArmRunner:
 
     def recompute(self, prompt: Prompt, question: Question) -> Response:
         """The recompute arm: the same tokens as one fresh segment."""
-        request = Request(segments=[Tokens(prompt.tokens)], max_new_tokens=self._most(question), reuse=None)
+        request = Request(segments=[Tokens(prompt.tokens)], max_new_tokens=self.most_tokens(question), reuse=None)
         return self.engine.generate(request, store=self.store)
 
     def reuse(self, prompt: Prompt, question: Question, policy: ReusePolicy) -> Response:
@@ -110,7 +110,7 @@ class ArmRunner:
         if prompt.before:
             parts.insert(0, Tokens(prompt.before))
         parts.append(Tokens(prompt.after))
-        request = Request(segments=parts, max_new_tokens=self._most(question), reuse=policy)
+        request = Request(segments=parts, max_new_tokens=self.most_tokens(question), reuse=policy)
         response = self.engine.generate(request, store=self.store)
         report = response.report
         if not report.admitted:
@@ -145,7 +145,8 @@ class ArmRunner:
             recompute=self._arm(recompute, question),
         )  # fmt: skip
 
-    def _most(self, question: Question) -> int:
+    def most_tokens(self, question: Question) -> int:
+        """Most tokens of the answer to a question."""
         return self.longer_tokens if question.longer else self.short_tokens
 
     def _arm(self, response: Response, question: Question) -> ArmResult:

@@ -22,7 +22,12 @@ _PROBE_TOKENS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a run would do. `seconds` extrapolates a probe linearly: rows run in both arms, times the probe's speed."""
+    """What a run would do.
+
+    Attributes:
+        seconds: a short pair's prefill and decoding in proportion to prompt tokens and to the most tokens of answers.
+            An estimate from above: answers may stop earlier, variants share their recompute arm.
+    """
 
     records: int
     pairs: int
@@ -111,26 +116,29 @@ class Evaluation:
             for variant in self.variants
             for question in self.questions
         }
-        probe, seconds = self._probe()
-        pairs = len(lengths)
-        left = (pairs - finished) / pairs
+        probe, prefill_s, token_s = self._probe()
+        tokens, pairs = sum(lengths.values()), len(lengths)
+        answers = len(self.variants) * sum(self._base.most_tokens(question) - 1 for question in self.questions)
+        seconds = prefill_s / probe * tokens + token_s * 2 * answers
         return Workload(
-            records=len(self.questions), pairs=pairs, done=finished, prompt_tokens=sum(lengths.values()),
-            seconds=seconds / probe * sum(lengths.values()) * left, probe_tokens=probe,
+            records=len(self.questions), pairs=pairs, done=finished, prompt_tokens=tokens,
+            seconds=seconds * (pairs - finished) / pairs, probe_tokens=probe,
         )  # fmt: skip
 
-    def _probe(self) -> tuple[int, float]:
-        """Tokens and seconds of one short pair, artifact included."""
+    def _probe(self) -> tuple[int, float, float]:
+        """Prompt tokens of one short pair, seconds of both prefills with their artifacts, seconds a decoded token."""
         question = min(self.questions, key=lambda question: len(question.record.context))
-        prompt = self._prompt(question, Cutting())
-        tokens = prompt.tokens[:_PROBE_TOKENS]
+        tokens = self._prompt(question, Cutting()).tokens[:_PROBE_TOKENS]
         cut = max(1, len(tokens) - 16)
-        short = Prompt(before=(), documents=(tuple(tokens[: cut // 2]), tuple(tokens[cut // 2 : cut])),
-                       after=tuple(tokens[cut:]))  # fmt: skip
+        short = Prompt(
+            before=(), documents=(tuple(tokens[: cut // 2]), tuple(tokens[cut // 2 : cut])), after=tuple(tokens[cut:])
+        )
         started = time.perf_counter()
-        self._base.recompute(short, question)
-        self._base.reuse(short, question, self.variants[0].policy)
-        return len(tokens), time.perf_counter() - started
+        answers = [self._base.recompute(short, question), self._base.reuse(short, question, self.variants[0].policy)]
+        total_s = time.perf_counter() - started
+        decode_s = sum(answer.report.timings.decode_s for answer in answers)
+        decoded = sum(len(answer.tokens) - 1 for answer in answers)
+        return len(tokens), total_s - decode_s, decode_s / decoded if decoded else 0.0
 
     @property
     def _base(self) -> ArmRunner:

@@ -6,13 +6,14 @@ import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from trt_redknot.errors import RedKnotError
-from trt_redknot.launch import mpirun_command, mpirun_environment
+from trt_redknot.launch import mpirun_command, mpirun_environment, session_folder
 from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.socket import Channel, ChannelError, Listener
 
@@ -33,10 +34,11 @@ class RankJob:
     """
 
     def __init__(
-        self, config: ServingConfig, listener: Listener, process: subprocess.Popen[bytes], on_message: OnMessage,
-        on_end: OnEnd,
+        self, config: ServingConfig, listener: Listener, process: subprocess.Popen[bytes],
+        session: tempfile.TemporaryDirectory[str], on_message: OnMessage, on_end: OnEnd,
     ) -> None:  # fmt: skip
         self._config = config
+        self._session = session
         self._listener = listener
         self._process = process
         self._on_message = on_message
@@ -59,17 +61,18 @@ class RankJob:
             LaunchError, ChannelError, OSError: there is no mpirun, or no socket can be made.
         """
         listener = Listener()
+        session = tempfile.TemporaryDirectory(prefix="redknot-mpi-", ignore_cleanup_errors=True)
         try:
             command = mpirun_command(
                 config.world_size, ["-m", "trt_redknot.serving", "rank", "--socket", str(listener.path)]
             )
-            process = subprocess.Popen(
-                command, env=mpirun_environment(environment), stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            variables = mpirun_environment(environment) | session_folder(session.name)
+            process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, start_new_session=True)
         except (RedKnotError, OSError):
             listener.close()
+            session.cleanup()
             raise
-        return cls(config, listener, process, on_message, on_end)
+        return cls(config, listener, process, session, on_message, on_end)
 
     def follow(self) -> None:
         """Begin to take connections and to tell what happens. Until then nothing is called back."""
@@ -110,6 +113,7 @@ class RankJob:
         for channel in channels:
             channel.close()
         self._listener.close()
+        self._session.cleanup()
 
     def _accept(self) -> None:
         while not self._stopped.is_set() and len(self._ranks) < self._config.world_size:

@@ -20,7 +20,7 @@ import click
 from trt_redknot.cli.command import run_command
 from trt_redknot.engine.manifest import read_manifest
 from trt_redknot.errors import ConfigError, LaunchError
-from trt_redknot.launch import find_mpirun, mpirun_environment
+from trt_redknot.launch import find_mpirun, mpirun_environment, session_folder
 from trt_redknot.serving.parent import die_with_parent
 from trt_redknot.serving.triton_install import TritonInstall, find_triton
 from trt_redknot.serving.triton_repository import MODEL, write_repository
@@ -179,7 +179,8 @@ def serve(
     if repeated := sorted(set(named) & set(parameters)):
         raise ConfigError("a setting has an option of its own", found=", ".join(repeated))
     kept = repository is not None and not dry_run
-    folder = repository if repository is not None and kept else Path(tempfile.mkdtemp(prefix="redknot-models-"))
+    scratch = Path(tempfile.mkdtemp(prefix="redknot-serve-"))
+    folder = repository if repository is not None and kept else scratch / "models"
     try:
         write_repository(folder.resolve(), named | parameters)
         endpoints = Endpoints(host=host, http=http_port, grpc=grpc_port, metrics=metrics_port)
@@ -191,11 +192,12 @@ def serve(
             print((folder / MODEL / "config.pbtxt").read_text(encoding="utf-8"), end="")
             return 0
         environment = install.environment(mpirun_environment(os.environ))
+        if mode == "leader":
+            environment |= session_folder(scratch)
         environment["PRTE_MCA_odls_base_sigkill_timeout"] = str(_JOB_END_S)
         return run_until_ended(command, environment, install.server)
     finally:
-        if not kept:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ def machine(platform: Platform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         packed_local=False, collectives="none",
     )  # fmt: skip
     update = {
-        "backend": "tensorrt", "ranks": (rank,), "plans": record, "gpu": fake.gpu, "plugin_build": fake.plugin_build,
+        "backend": "tensorrt", "experts": "fp8", "ranks": (rank,), "plans": record, "gpu": fake.gpu,
+        "plugin_build": fake.plugin_build,
         "versions": {**manifest.versions, "tensorrt": fake.version},
     }  # fmt: skip
     written(directory, manifest.model_copy(update=update))

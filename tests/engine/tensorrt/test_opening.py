@@ -52,7 +52,7 @@ def manifest_of(
     return EngineManifest(
         format_version=2, backend="tensorrt", geometry=geometry_to_json(g), geometry_digest=g.digest, profile=profile,
         profile_digest=profile.digest, checkpoint_fingerprint="of a checkpoint", dtype="bfloat16",
-        artifact_format=ArtifactFormat.BFLOAT16, tp_size=1, max_length=64, chunk_rows=32,
+        experts="fp8", artifact_format=ArtifactFormat.BFLOAT16, tp_size=1, max_length=64, chunk_rows=32,
         versions={"tensorrt": platform.version}, gpu=platform.gpu, plugin_build=platform.plugin_build, plans=RECORD,
         ranks=(EngineRank(rank=0, files=tuple(files)),), tokenizer_files=(),
     )  # fmt: skip

@@ -29,6 +29,7 @@ from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.config.released import released_geometry
 from trt_redknot.digests import digest_file
 from trt_redknot.engine.loading import find_device
+from trt_redknot.engine.manifest import ExpertStorage
 from trt_redknot.engine.tiles import TileOptions
 from trt_redknot.evaluation.metering import DeviceClock, measure_ceilings
 from trt_redknot.evaluation.standin import StandInArtifact, StandInCollectives, make_rank
@@ -56,6 +57,7 @@ CHECKED_LENGTH = 2048 + 256
 @click.option(
     "--format", "form", type=click.Choice(["bfloat16", "fp8"]), default="bfloat16", help="How they are stored."
 )
+@click.option("--experts", type=click.Choice(["same", "fp8"]), default="same", help="How expert weights are held.")
 @click.option("--read-ahead", type=click.IntRange(0), default=3, help="Layers of the ring; 0 reads when a layer asks.")
 @click.option("--decode", type=click.IntRange(0), default=32, help="Tokens to decode at the longest length; 0: none.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")
@@ -63,7 +65,8 @@ CHECKED_LENGTH = 2048 + 256
 @torch.inference_mode()
 def main(
     name: str, tp: int, layers: int | None, lengths: tuple[int, ...], documents: int, budgets: tuple[float, ...],
-    tail: int, chunk_rows: int, repeat: int, place: str, form: str, read_ahead: int, decode: int,
+    tail: int, chunk_rows: int, repeat: int, place: str, form: str, experts: str,
+    read_ahead: int, decode: int,
     json_file: Path | None, page: Path | None,
 ) -> None:  # fmt: skip
     """Time both arms at released geometry with random weights."""
@@ -78,7 +81,7 @@ def main(
     depth = read_ahead if place == "host" else 0
     rank = make_rank(
         geometry, collectives, chunk_rows=chunk_rows, length=max(lengths) + decode + 2, dtype=torch.bfloat16,
-        device=device, tiles=TileOptions(depth=depth),
+        device=device, tiles=TileOptions(depth=depth), experts=cast("ExpertStorage", experts),
     )  # fmt: skip
     out = Output()
     ceilings = measure_ceilings(device)
@@ -94,6 +97,7 @@ def main(
         "real_ranks": comm is not None,
         "geometry": name,
         "layers": geometry.layers,
+        "experts": experts,
         "artifacts": {"place": place, "format": form, "read_ahead": depth},
         "machine": _machine(device),
         "ceilings": dataclasses.asdict(ceilings),

@@ -76,7 +76,8 @@ def run(geometry: ModelGeometry) -> dict[str, Any]:
     )  # fmt: skip
     assert len(turns) == 9
     return {
-        "evidence": "measured", "ranks": 2, "real_ranks": False, "geometry": "tiny <&>", "layers": geometry.layers,
+        "evidence": "measured", "ranks": 2, "real_ranks": False, "experts": "same", "geometry": "tiny <&>",
+        "layers": geometry.layers,
         "artifacts": {"place": "host", "format": "fp8", "read_ahead": 2}, "machine": {"gpu": "none"},
         "lengths": [measured],
     }  # fmt: skip

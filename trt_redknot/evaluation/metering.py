@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.ops.experts import QuantisedExperts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +200,8 @@ def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
             yield value
         elif isinstance(value, tuple | list):
             yield from _tensors(value)
+        elif isinstance(value, QuantisedExperts):
+            yield from (value.codes, value.scales)
 
 
 def _bytes(*values: Any) -> int:
@@ -266,7 +269,7 @@ def _indexer(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Wor
 def _experts(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Work:
     x, ids, shares, gate_up, down = args
     held = ((ids >= kwargs["first"]) & (ids < kwargs["first"] + gate_up.shape[0])).sum()
-    precision = "fp8" if gate_up.element_size() == 1 else "bf16"
+    precision = "fp8" if isinstance(gate_up, QuantisedExperts) else "bf16"
     operations = 2 * held * (gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2])
     return Work(bytes=_bytes(x, ids, shares, gate_up, down, result), **{precision: operations})
 

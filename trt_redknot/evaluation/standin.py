@@ -22,9 +22,11 @@ from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.engine.context import RankContext
 from trt_redknot.engine.executor import OpsExecutor
+from trt_redknot.engine.manifest import ExpertStorage
 from trt_redknot.engine.ropes import RopeTables
 from trt_redknot.engine.tiles import TileOptions, Tiles
 from trt_redknot.engine.walk import LayerWalk
+from trt_redknot.engine.weights import quantised, with_experts
 from trt_redknot.evaluation.metering import Clock, MeteredOps
 from trt_redknot.model.layers import Weights
 from trt_redknot.model.weights import split_heads
@@ -187,11 +189,13 @@ def make_rank(
     dtype: torch.dtype,
     device: torch.device,
     tiles: TileOptions,
+    experts: ExpertStorage = "same",
     seed: int = 0,
 ) -> StandInRank:
     """A rank of a network with random weights, without a checkpoint or an engine directory.
 
     Args:
+        experts: how expert weights are held.
         collectives: real ones, or :class:`StandInCollectives`.
         length: most positions that are asked for.
     """
@@ -204,7 +208,8 @@ def make_rank(
             spec.name: random_tensor(spec, rank, size, geometry.experts, dtype, device, next(seeds))
             for spec in layer_specs(geometry, layer)
         }
-        layers.append(split_heads(tensors, geometry, profile, layer, first_group))
+        split = split_heads(tensors, geometry, profile, layer, first_group)
+        layers.append(with_experts(quantised(split) if experts == "fp8" else split))
     shared = {
         spec.name: random_tensor(spec, rank, size, geometry.experts, dtype, device, next(seeds))
         for spec in shared_specs(geometry)

@@ -30,7 +30,8 @@ def describe(run: dict[str, Any]) -> str:
     )
     tiles = run["artifacts"]
     where = f"artifacts {tiles['format']} in {tiles['place']} memory"
-    return f"{run['geometry']}, {run['layers']} layers, {ranks}, {run['machine']['gpu']}, {where}"
+    experts = "FP8" if run["experts"] == "fp8" else "bf16"
+    return f"{run['geometry']}, {run['layers']} layers, {experts} experts, {ranks}, {run['machine']['gpu']}, {where}"
 
 
 def print_run(out: Output, run: dict[str, Any]) -> None:

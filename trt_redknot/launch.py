@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,20 +99,21 @@ def run_ranks(
         subprocess.TimeoutExpired: the job ran longer than `timeout_s` seconds; every rank is stopped first.
     """
     command = mpirun_command(ranks, argv)
-    process = subprocess.Popen(
-        command,
-        env=mpirun_environment(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=timeout_s)
-    except BaseException:
-        _stop(process)
-        raise
+    with tempfile.TemporaryDirectory(prefix="redknot-mpi-", ignore_cleanup_errors=True) as session:
+        process = subprocess.Popen(
+            command,
+            env=mpirun_environment(environment) | session_folder(session),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except BaseException:
+            _stop(process)
+            raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 

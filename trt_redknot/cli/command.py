@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 import numpy as np
 
-from trt_redknot.collectives.mpi import exchange_bytes
 from trt_redknot.errors import CollectiveError, RedKnotError
 
 if TYPE_CHECKING:
@@ -82,6 +81,9 @@ def _run_rank(command: Callable[[], int | None], comm: Intracomm, grace_s: float
         time.sleep(_POLL_S)
     if not codes.any():
         sys.exit(0)
+    # Here, because it brings torch along, which an answer to --help need not wait for.
+    from trt_redknot.collectives.mpi import exchange_bytes
+
     replies = exchange_bytes(control, json.dumps(dataclasses.asdict(outcome)).encode())
     code, message = _merge([_Outcome(**json.loads(reply)) for reply in replies])
     if control.Get_rank() == 0:

@@ -41,19 +41,32 @@ def test_bars_are_as_high_as_their_values(series: dict[str, list[float | None]])
         assert height == pytest.approx(value / highest * tallest if highest else 0.0, abs=0.2)
 
 
-@given(values=st.lists(st.tuples(st.integers(-50, 50), VALUES), min_size=1, max_size=9, unique_by=lambda pair: pair[0]))
-def test_lines_go_through_their_points_from_left_to_right(values: list[tuple[int, float]]) -> None:
-    points = [Point(x=x, y=y, low=y / 2, high=y * 2) for x, y in values]
-    chart = lines(FRAME, "budget", {"one": points})
+WIDTHS = st.floats(0, 1e3)
+
+
+@given(values=st.lists(st.tuples(st.floats(-1e6, 1e6), WIDTHS, WIDTHS) | st.none(), min_size=1, max_size=9))
+def test_lines_keep_order_and_stay_inside(values: list[tuple[float, float, float] | None]) -> None:
+    points = [None if v is None else Point(value=v[0], low=v[0] - v[1], high=v[0] + v[2]) for v in values]
+    chart = lines(FRAME, [str(index) for index in range(len(values))], {"one": points})
     dots = [
         (float(mark.get("cx", "nan")), float(mark.get("cy", "nan")))
         for mark, _ in hints(chart)
         if mark.tag.endswith("circle")
     ]
     assert [x for x, _ in dots] == sorted(x for x, _ in dots)
-    heights = [y for _, y in sorted(values)]
+    heights = [point.value for point in points if point is not None]
+    assert len(dots) == len(heights)
     for (_, one), (_, two), left, right in zip(dots, dots[1:], heights, heights[1:], strict=False):
         assert (one - two) * (left - right) <= 0.2 * abs(left - right)
+    height = float(read(chart).get("height", "nan"))
+    assert all(0 <= y <= height for _, y in dots)
+    ticks = [text.text for text in read(chart).iter(f"{NAMESPACE}text") if text.get("text-anchor") == "end"][1:]
+    assert len(ticks) == len(set(ticks)) >= 2
+
+
+def test_lines_of_uneven_series_are_refused() -> None:
+    with pytest.raises(ValueError, match="for each label"):
+        lines(FRAME, ["a", "b"], {"one": [Point(value=1, low=1, high=1)]})
 
 
 def test_spans_stand_end_to_end_and_share_colours() -> None:
@@ -69,7 +82,7 @@ def test_spans_stand_end_to_end_and_share_colours() -> None:
 
 
 def test_nothing_to_draw_is_a_chart_all_the_same() -> None:
-    for chart in (bars(FRAME, [], {}), lines(FRAME, "x", {}), spans(FRAME, {})):
+    for chart in (bars(FRAME, [], {}), lines(FRAME, [], {}), spans(FRAME, {})):
         assert read(chart).tag == f"{NAMESPACE}svg"
         assert "A &lt;b&gt; &amp; &#39;c&#39;" in chart
         assert not re.search(r"nan|inf", str(chart))

@@ -32,12 +32,16 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A value at x, with the interval it lies in; both ends None where there is none."""
+    """A value and the interval it lies in.
 
-    x: float
-    y: float
-    low: float | None = None
-    high: float | None = None
+    Attributes:
+        hint: shown when it is pointed at, after the value.
+    """
+
+    value: float
+    low: float
+    high: float
+    hint: str = ""
 
 
 def bars(
@@ -46,7 +50,7 @@ def bars(
     """Groups of bars, one bar a series; None leaves a gap. The value is written over each bar."""
     top = _ceiling(max((value for values in series.values() for value in values if value is not None), default=1.0))
     plot = _Plot(frame, height, (0.0, float(len(groups))), (0.0, top), list(series))
-    plot.value_axis()
+    plot.value_axis([top * step / 4 for step in range(5)])
     width = 0.8 / max(1, len(series))
     for number, (name, values) in enumerate(series.items()):
         for group, value in enumerate(values):
@@ -73,24 +77,37 @@ def bars(
     return plot.done()
 
 
-def lines(frame: Frame, axis: str, series: Mapping[str, Sequence[Point]], *, height: int = 320) -> Markup:
-    """One line a series through its points in the order of x, with the points' intervals."""
-    points = [point for values in series.values() for point in values]
-    highest = max((point.y if point.high is None else point.high for point in points), default=1.0)
-    xs = [point.x for point in points] or [0.0, 1.0]
-    span = (min(xs), max(xs)) if min(xs) < max(xs) else (min(xs) - 0.5, max(xs) + 0.5)
-    plot = _Plot(frame, height, span, (0.0, _ceiling(highest)), list(series))
-    plot.value_axis()
-    for x in sorted(set(xs)):
-        plot.text(plot.x(x), plot.bottom + 16, f"{x:g}", "middle")
-    plot.text((plot.left + plot.right) / 2, plot.bottom + 32, axis, "middle")
-    for number, (name, values) in enumerate(series.items()):
-        ordered = sorted(values, key=lambda point: point.x)
-        plot.path([(plot.x(point.x), plot.y(point.y)) for point in ordered], number)
-        for point in ordered:
-            if point.low is not None and point.high is not None:
-                plot.path([(plot.x(point.x), plot.y(point.low)), (plot.x(point.x), plot.y(point.high))], number)
-            plot.dot(plot.x(point.x), plot.y(point.y), number, f"{name}, {point.x:g}: {point.y:.4g} {frame.unit}")
+def lines(
+    frame: Frame,
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[Point | None]],
+    *,
+    from_zero: bool = False,
+    height: int = 320,
+) -> Markup:
+    """One line a series through its points, one a label, with their intervals; None leaves a point out.
+
+    Args:
+        from_zero: the axis starts at zero; else below the lowest end of an interval.
+
+    Raises:
+        ValueError: a series has not a point, or None, for each label.
+    """
+    if any(len(points) != len(labels) for points in series.values()):
+        raise ValueError("every series needs a point, or None, for each label")
+    ends = [end for points in series.values() for point in points if point for end in (point.low, point.high)]
+    ticks = _ticks(0.0 if from_zero else min(ends, default=0.0), max(ends, default=1.0))
+    plot = _Plot(frame, height, (0.0, float(max(1, len(labels)))), (ticks[0], ticks[-1]), list(series))
+    plot.value_axis(ticks)
+    for index, label in enumerate(labels):
+        plot.text(plot.x(index + 0.5), plot.bottom + 16, label, "middle")
+    for number, (name, points) in enumerate(series.items()):
+        there = [(plot.x(index + 0.5), labels[index], point) for index, point in enumerate(points) if point is not None]
+        plot.path([(x, plot.y(point.value)) for x, _, point in there], number)
+        for x, label, point in there:
+            plot.path([(x, plot.y(point.low)), (x, plot.y(point.high))], number)
+            hint = f"{name}, {label}: {point.value:.4g} [{point.low:.4g}, {point.high:.4g}] {frame.unit} {point.hint}"
+            plot.dot(x, plot.y(point.value), number, hint.rstrip())
     return plot.done()
 
 
@@ -136,7 +153,7 @@ class _Plot:
         self.left, self.right = left, _WIDTH - _RIGHT
         self._legend_lines = -(-len(names) // 5)
         self.bottom = height - _BOTTOM
-        self._top = _TOP + _LINE * self._legend_lines
+        self._top = _TOP + _LINE * self._legend_lines + 14
         self._frame, self._height, self._xs, self._ys, self._names = frame, height, xs, ys, names
         self._marks: list[Markup] = []
 
@@ -148,9 +165,8 @@ class _Plot:
         low, high = self._ys
         return self.bottom - (value - low) / (high - low) * (self.bottom - self._top)
 
-    def value_axis(self) -> None:
-        for step in range(5):
-            value = self._ys[1] * step / 4
+    def value_axis(self, ticks: Sequence[float]) -> None:
+        for value in ticks:
             y = self.y(value)
             self._marks.append(
                 Markup('<path d="M{:.1f} {:.1f}H{:.1f}" stroke="#ddd"/>').format(self.left, y, self.right)
@@ -220,3 +236,17 @@ def _ceiling(value: float) -> float:
         for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 5, 6, 8, 10)
         if step * power >= value * 1.02 or step == 10
     )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round values from at or below `low` to at or above `high`, about five steps."""
+    largest = max(abs(low), abs(high))
+    if high - low < max(1e-9, 1e-4 * largest):
+        # Values that are all but one have no range of their own, and ticks would not tell them apart.
+        pad = max(1e-6, 0.1 * largest)
+        low, high = low if low == 0.0 else low - pad, high + pad
+    raw = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(step * index, 12) for index in range(first, max(last, first + 1) + 1)]

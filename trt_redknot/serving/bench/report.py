@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from rich.table import Table
 
 from trt_redknot.errors import StoreError
+from trt_redknot.reports.charts import Frame, Point, lines
 from trt_redknot.serving.bench.records import Arm, Loop
 from trt_redknot.serving.bench.statistics import ArmFigures, Interval, LevelFigures
 
-_WIDTH, _HEIGHT, _MARGIN = 520, 260, 48
-_COLOURS = {Arm.REUSE: "#1a7f5a", Arm.RECOMPUTE: "#b4472e"}
-
-_Figure = Callable[[ArmFigures], Interval | None]
+_Figure = Callable[[ArmFigures], Point | None]
 
 
 def table(figures: Sequence[LevelFigures], objective: str) -> Table:
@@ -60,41 +58,6 @@ def _milliseconds(seconds: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """A point of a chart with its interval, in the chart's pixels."""
-
-    x: float
-    y: float
-    low: float
-    high: float
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One arm in a chart."""
-
-    arm: Arm
-    colour: str
-    marks: tuple[Mark, ...]
-
-    @property
-    def points(self) -> str:
-        return " ".join(f"{mark.x:.1f},{mark.y:.1f}" for mark in self.marks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """A figure against the levels, from zero to `top`."""
-
-    title: str
-    unit: str
-    top: float
-    ticks: tuple[tuple[float, str], ...]
-    lines: tuple[Line, ...]
-
-
 def page(figures: Sequence[LevelFigures], header: Mapping[str, object], objective: str) -> str:
     """An HTML page without outside parts."""
     environment = Environment(
@@ -110,11 +73,10 @@ def page(figures: Sequence[LevelFigures], header: Mapping[str, object], objectiv
                 _chart(chosen, f"{loop} loop: time to first token, 99 %", "ms", lambda arm: _in_ms(arm.ttft_s, "p99")),
                 _chart(chosen, f"{loop} loop: time a token, 50 %", "ms", lambda arm: _in_ms(arm.tpot_s, "p50")),
                 _chart(chosen, f"{loop} loop: goodput", "requests/s",
-                       lambda arm: Interval(value=arm.goodput, low=arm.goodput, high=arm.goodput)),
+                       lambda arm: Point(value=arm.goodput, low=arm.goodput, high=arm.goodput)),
             ]  # fmt: skip
     return environment.get_template("page.html.jinja").render(
-        figures=figures, header=header, objective=objective, charts=charts, width=_WIDTH, height=_HEIGHT,
-        margin=_MARGIN, ratio=_ratio, one=_one, span=_range, colours=_COLOURS,
+        figures=figures, header=header, objective=objective, charts=charts, ratio=_ratio, one=_one, span=_range,
     )  # fmt: skip
 
 
@@ -126,30 +88,16 @@ def write_page(path: Path, content: str) -> None:
         raise StoreError(f"the page cannot be written: {error.strerror or error}", path=path) from error
 
 
-def _in_ms(figures: Mapping[str, Interval], name: str) -> Interval | None:
+def _in_ms(figures: Mapping[str, Interval], name: str) -> Point | None:
     found = figures.get(name)
-    if found is None:
-        return None
-    return Interval(value=found.value * 1e3, low=found.low * 1e3, high=found.high * 1e3)
+    return None if found is None else Point(value=found.value * 1e3, low=found.low * 1e3, high=found.high * 1e3)
 
 
-def _chart(levels: Sequence[LevelFigures], title: str, unit: str, figure: _Figure) -> Chart:
-    found = [[(index, arm, figure(arm)) for index, level in enumerate(levels) for arm in level.arms if arm.arm is kind]
-             for kind in Arm]  # fmt: skip
-    known = [value.high for line in found for _, _, value in line if value is not None]
-    top = max(known, default=0.0) or 1.0
-    step = (_WIDTH - 2 * _MARGIN) / max(1, len(levels) - 1)
-
-    def height(value: float) -> float:
-        return _HEIGHT - _MARGIN - (_HEIGHT - 2 * _MARGIN) * value / top
-
-    lines = []
-    for line in found:
-        marks = tuple(
-            Mark(x=_MARGIN + step * index, y=height(value.value), low=height(value.low), high=height(value.high),
-                 label=f"{arm.arm}: {value.value:.4g} {unit}")
-            for index, arm, value in line if value is not None
-        )  # fmt: skip
-        lines.append(Line(arm=line[0][1].arm, colour=_COLOURS[line[0][1].arm], marks=marks))
-    ticks = tuple((_MARGIN + step * index, level.level.name) for index, level in enumerate(levels))
-    return Chart(title=title, unit=unit, top=top, ticks=ticks, lines=tuple(lines))
+def _chart(levels: Sequence[LevelFigures], title: str, unit: str, figure: _Figure) -> Markup:
+    """Both arms over the levels."""
+    series = {
+        kind.value: [next((figure(arm) for arm in level.arms if arm.arm is kind), None) for level in levels]
+        for kind in Arm
+    }
+    frame = Frame(title=title, note="measured; bootstrap intervals of 95 %", unit=unit)
+    return lines(frame, [level.level.name for level in levels], series, from_zero=True)

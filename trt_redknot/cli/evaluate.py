@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trt_redknot.artifacts.store import ArtifactStore
+from trt_redknot.cli.engine_options import DEVICE_OPTION
 from trt_redknot.cli.evaluate_nano import nano_command
 from trt_redknot.cli.evaluate_plan import projections_command
 from trt_redknot.cli.output import Output
@@ -79,7 +80,7 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="Most tokens of a short answer."),
         click.option("--longer-tokens", type=click.IntRange(1), default=128, show_default=True,
                      help="Most tokens of a longer answer."),
-        click.option("--device", help="Where engines compute, as torch names it. Left out: what they are for."),
+        DEVICE_OPTION,
         click.option("--limit", type=click.IntRange(1), help="Only so many records of each file and kind of answer."),
         click.option("--dry-run", is_flag=True, help="Only say how many records, tokens and seconds it would take."),
         click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of tables."),

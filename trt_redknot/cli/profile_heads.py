@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
+from trt_redknot.cli.engine_options import DEVICE_OPTION, ENGINE_OPTION
 from trt_redknot.cli.output import Output
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.engine.engine import Engine
@@ -34,18 +35,20 @@ Example:
   python build_engine.py --checkpoint DIR --output work/engine-heads --profile work/heads.json
 """,
     )
-    @click.option("--engine", "engine_dir", type=click.Path(path_type=Path), required=True, help="Engine folder.")
+    @ENGINE_OPTION
+    @DEVICE_OPTION
     @click.option("--records", "records_dir", type=click.Path(path_type=Path), required=True, help="Frozen record set.")
     @click.option("--only", multiple=True, help="A file of the set; may be repeated. Left out: all files.")
     @click.option("--limit", type=click.IntRange(1), default=8, show_default=True, help="Most records to run.")
     @click.option("--output", type=click.Path(path_type=Path), required=True, help="Profile file to write.")
     @click.option("--json", "as_json", is_flag=True, help="Print every head's drift as JSON.")
     def command(
-        engine_dir: Path, records_dir: Path, only: tuple[str, ...], limit: int, output: Path, as_json: bool
-    ) -> None:
+        engine_dir: Path, device: str | None, records_dir: Path, only: tuple[str, ...], limit: int, output: Path,
+        as_json: bool,
+    ) -> None:  # fmt: skip
         """Rank heads by how much their output changes between a document alone and the document in context."""
         tap = HeadTap()
-        engine = Engine.open(engine_dir, comm, watch=tap.watch)
+        engine = Engine.open(engine_dir, comm, device=device, watch=tap.watch)
         tokenizer = EngineTokenizer(engine_dir)
         out = Output(engine.collectives.rank)
         _, questions = open_frozen(records_dir, only)

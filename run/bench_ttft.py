@@ -109,7 +109,7 @@ def main(
         size = document_length(length, documents)
         artifacts = {
             index: StandInArtifact(
-                geometry, size, rank.context.local_width, form=artifact_form, artifact_id=str(index),
+                geometry, size, rank.context.local_width, form=artifact_form, content_digest=str(index),
                 place=device if place == "device" else torch.device("cpu"),
             )
             for index in range(documents)

@@ -10,8 +10,9 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[1]
-_spec = PathFinder.find_spec("triton", [entry for entry in sys.path if Path(entry).resolve() != _ROOT])
+# Any checkout of this repository, not only this one: two that step aside for each other would never end.
+_elsewhere = [entry for entry in sys.path if not (Path(entry) / "triton" / "model_repository").is_dir()]
+_spec = PathFinder.find_spec("triton", _elsewhere)
 if _spec is None or _spec.loader is None or _spec.origin is None:
     raise ModuleNotFoundError("No module named 'triton' (the folder of that name is no package)", name="triton")
 sys.modules["triton"] = _module = module_from_spec(_spec)

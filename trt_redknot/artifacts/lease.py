@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -66,6 +67,11 @@ class Lease:
     @property
     def generation(self) -> int:
         return self.certificate.generation
+
+    @cached_property
+    def content_digest(self) -> str:
+        """Of the certificate but for its generation and time: equal where every file is."""
+        return self.certificate.agreement_digest
 
     def verify(self, between: Callable[[], None] = nothing_between) -> None:
         """Check the files this rank needs (all files where it has no rank) and map them.

@@ -15,7 +15,7 @@ from trt_redknot.artifacts.layout import LEASE_LOCK
 from trt_redknot.artifacts.lease import Lease
 from trt_redknot.artifacts.locks import FileLock, holders_at, is_at, try_lock
 from trt_redknot.artifacts.usage import record_use
-from trt_redknot.errors import StoreError
+from trt_redknot.errors import BusyError
 
 _POLL_S = 0.01
 
@@ -38,7 +38,7 @@ def take_lease(
         if lease is not None:
             return lease
         if time.monotonic() >= deadline:
-            raise StoreError(
+            raise BusyError(
                 "an artifact stayed locked by a process that removes or checks it",
                 found=f"holder {holders_at(store.generation(artifact_id, number) / LEASE_LOCK)}",
                 path=store.generation(artifact_id, number) / LEASE_LOCK,

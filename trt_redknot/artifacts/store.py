@@ -79,6 +79,11 @@ class ArtifactStore(Maintenance):
         return self._folder.namespace
 
     @property
+    def lock_timeout_s(self) -> float:
+        """Seconds that another process is waited for where nobody says otherwise."""
+        return self._folder.lock_timeout_s
+
+    @property
     def events(self) -> StoreEvents:
         return self._folder.events
 

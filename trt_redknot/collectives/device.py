@@ -121,10 +121,11 @@ def make_group(control: Collectives, backend: str) -> dist.ProcessGroup:
     failure = None
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (control.rank, control.size):
         failure = CollectiveError(
-            "the application's torch.distributed group has other ranks than the engine",
+            "torch.distributed's default group in this process has other ranks than the engine",
             expected=f"rank {control.rank} of {control.size}",
             found=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-            remedy="Open the engine with a communicator of the same ranks in the same order.",
+            remedy="Open the engine with a communicator of the same ranks in the same order; the group may be the "
+            "application's, or of an engine that was opened before.",
         )
     agree(control, None, failure)
     if not dist.is_initialized():

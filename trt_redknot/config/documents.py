@@ -51,6 +51,10 @@ def read_json_object(
         ) from cause
 
 
+# Characters of a key that an error shows.
+_SHOWN = 80
+
+
 def parse_json_object(content: bytes) -> dict[str, Any]:
     """The JSON object in `content`.
 
@@ -73,11 +77,11 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"key {twice[0]!r} occurs twice")
+    document: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in document:
+            raise ValueError(f"key {name[:_SHOWN]!r} occurs twice")
+        document[name] = value
     return document
 
 

@@ -23,7 +23,9 @@ class Sampler:
         sampling = self._sampling
         if sampling.temperature == 0.0:
             return int(logits_V.argmax())
-        ordered = (logits_V.double().cpu() / sampling.temperature).sort(descending=True, stable=True)
+        logits = logits_V.double().cpu()
+        # The best is zero before it is divided: the least temperature then leaves it and drops the rest.
+        ordered = ((logits - logits.max()) / sampling.temperature).sort(descending=True, stable=True)
         probabilities = ordered.values.softmax(0)
         if sampling.top_k is not None:
             probabilities[sampling.top_k :] = 0

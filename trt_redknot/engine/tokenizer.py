@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -33,6 +34,11 @@ class EngineTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """UTF-8 bytes of text that one token stands for at most: its spelling is at least as long as its text."""
+        return max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

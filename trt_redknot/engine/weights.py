@@ -71,10 +71,22 @@ def check_experts(geometry: ModelGeometry, experts: str) -> None:
 
 
 def quantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A layer's tensors with its expert weights in FP8, as they are stored."""
+    """A layer's tensors with its expert weights in FP8, as they are stored.
+
+    Raises:
+        EngineError: an expert weight is infinite or no number, or is so in float32.
+    """
     result = dict(tensors)
     for name in _EXPERTS:
         weight = quantise_experts(tensors[name])
+        finite = weight.scales.isfinite().flatten(1).all(1)
+        if not finite.all():
+            raise EngineError(
+                f"expert weights {name!r} cannot be stored in FP8", expected="finite numbers",
+                found=f"an infinity or no number in {int((~finite).sum())} of {len(finite)} experts of this rank, "
+                f"first in number {int(finite.int().argmin())}",
+                remedy="The checkpoint is damaged, or needs --experts same.",
+            )  # fmt: skip
         result[name], result[name + SCALE] = weight.codes, weight.scales
     return result
 

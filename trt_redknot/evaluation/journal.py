@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -28,7 +29,8 @@ class Journal:
         run: what the results depend on; a file of another run is refused.
 
     Raises:
-        JournalError: of another run, or a line but the last is damaged. A last line that a kill cut short is dropped.
+        JournalError: of another run, held by another one, or a line but the last is damaged. A last line that a kill
+            cut short is dropped.
     """
 
     def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
@@ -39,20 +41,12 @@ class Journal:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
             raise JournalError(f"the results cannot be written: {error.strerror or error}", path=path) from error
-        content, whole = _whole_lines(path)
-        os.ftruncate(self._file, whole)
-        if not content:
-            self._append(dict(run))
-            return
-        saved, results = _parse(content, path)
-        differing = sorted(key for key in {*saved, *run} if saved.get(key) != run.get(key))
-        if differing:
+        try:
+            self._lock()
+            self._read(run)
+        except BaseException:
             os.close(self._file)
-            raise JournalError(
-                "the results are of another run", expected={key: run.get(key) for key in differing},
-                found={key: saved.get(key) for key in differing}, path=path, remedy="Name another output folder.",
-            )  # fmt: skip
-        self.results = {(result.variant, result.id): result for result in results}
+            raise
 
     def append(self, result: PairResult) -> None:
         """Keep one result; it is on disk when this returns."""
@@ -61,6 +55,39 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._file)
+
+    def _lock(self) -> None:
+        """Hold the file until it is closed: lines of two runs at once would be one run's with pairs twice."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise JournalError(
+                "another evaluation is writing these results", path=self.path,
+                remedy="Wait for it to end, or name another output folder.",
+            ) from error  # fmt: skip
+        except OSError as error:
+            raise JournalError(
+                f"the results cannot be locked: {error.strerror or error}", path=self.path,
+                remedy="Name an output folder on a file system that supports flock.",
+            ) from error  # fmt: skip
+
+    def _read(self, run: Mapping[str, Any]) -> None:
+        try:
+            content, whole = _whole_lines(self.path)
+            os.ftruncate(self._file, whole)
+        except OSError as error:
+            raise JournalError(f"the results cannot be read: {error.strerror or error}", path=self.path) from error
+        if not content:
+            self._append(dict(run))
+            return
+        saved, results = _parse(content, self.path)
+        differing = sorted(key for key in {*saved, *run} if saved.get(key) != run.get(key))
+        if differing:
+            raise JournalError(
+                "the results are of another run", expected={key: run.get(key) for key in differing},
+                found={key: saved.get(key) for key in differing}, path=self.path, remedy="Name another output folder.",
+            )  # fmt: skip
+        self.results = {(result.variant, result.id): result for result in results}
 
     def _append(self, value: Mapping[str, Any]) -> None:
         line = json.dumps(value, allow_nan=False).encode() + b"\n"

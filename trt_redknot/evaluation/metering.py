@@ -20,6 +20,7 @@ import torch
 
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.ops.experts import QuantisedExperts
+from trt_redknot.ops.tables import AttentionTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +42,13 @@ class Work:
     """What a call must do. `bf16` and `fp8` are operations in that precision; counts that only the device knows are
     tensors until the pass is over."""
 
-    bytes: int
+    bytes: int | torch.Tensor
     bf16: int | torch.Tensor = 0
     fp8: int | torch.Tensor = 0
 
     def floor_s(self, ceilings: Ceilings) -> float:
         arithmetic = int(self.bf16) / ceilings.bf16 + int(self.fp8) / ceilings.fp8
-        return max(self.bytes / ceilings.copy, arithmetic)
+        return max(int(self.bytes) / ceilings.copy, arithmetic)
 
 
 class Clock(Protocol):
@@ -146,7 +147,7 @@ class MeteredOps:
                     calls=len(calls),
                     seconds=sum(self.clock.seconds(call.start, call.stop) for call in calls),
                     floor_s=sum(call.work.floor_s(ceilings) for call in calls),
-                    bytes=sum(call.work.bytes for call in calls),
+                    bytes=sum(int(call.work.bytes) for call in calls),
                     operations=sum(int(call.work.bf16) + int(call.work.fp8) for call in calls),
                 )
             )
@@ -248,7 +249,7 @@ def _attention(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> W
     moved = _bytes(q_global, q_local, result) + row * min(len(latents), len(window) + kwargs["window"])
     if entries is not None and selected is None:
         chosen = table.visible
-        moved += _bytes(entries)
+        moved = moved + _seen(table) * row
     elif selected is not None:
         chosen = torch.clamp(table.visible, max=selected.shape[1])
         # A row may have fewer; the difference is small where contexts are long, and the count needs no device.
@@ -261,17 +262,36 @@ def _attention(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> W
 
 def _indexer(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Work:
     query, weights, keys, table = args[:4]
-    return Work(
-        bytes=_bytes(query, weights, keys, result), fp8=2 * query.shape[1] * query.shape[2] * table.visible.sum()
-    )
+    moved = _bytes(query, weights, result) + _seen(table) * keys.shape[1] * keys.element_size()
+    return Work(bytes=moved, fp8=2 * query.shape[1] * query.shape[2] * table.visible.sum())
+
+
+def _seen(table: AttentionTable) -> torch.Tensor | int:
+    """Entries that some row sees: the last row's, where rows are of one sequence."""
+    return table.visible.max() if len(table.visible) else 0
+
+
+def _norm_rope_pack(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Work:
+    latents, norm, rope, positions = args
+    return Work(bytes=_bytes(latents, norm, positions, result) + len(positions) * _bytes(rope[:1]))
+
+
+def _compress(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Work:
+    kv, gate, ape, norm, rope, table = args
+    return Work(bytes=_bytes(kv, gate, ape, norm, table.slots, result) + len(result) * _bytes(rope[:1]))
 
 
 def _experts(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Work:
     x, ids, shares, gate_up, down = args
-    held = ((ids >= kwargs["first"]) & (ids < kwargs["first"] + gate_up.shape[0])).sum()
+    count = gate_up.shape[0]
+    place = torch.where((ids >= kwargs["first"]) & (ids < kwargs["first"] + count), ids - kwargs["first"], count)
+    held = (place < count).sum()
+    # Weights of experts that no row goes to need not be read.
+    used = torch.zeros(count + 1, dtype=torch.int64, device=ids.device).scatter(0, place.flatten(), 1)[:count].sum()
     precision = "fp8" if isinstance(gate_up, QuantisedExperts) else "bf16"
     operations = 2 * held * (gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2])
-    return Work(bytes=_bytes(x, ids, shares, gate_up, down, result), **{precision: operations})
+    moved = _bytes(x, ids, shares, result) + used * (_bytes(gate_up, down) // count)
+    return Work(bytes=moved, **{precision: operations})
 
 
 def _shared_expert(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Work:
@@ -299,6 +319,8 @@ _WORK: dict[str, _Count] = {
     "first_rows": _view,
     "hyper_connection_pre": _streams,
     "hyper_head": _streams,
+    "norm_rope_pack": _norm_rope_pack,
+    "compress": _compress,
     "write_rows": _write_rows,
     "lightning_indexer": _indexer,
     "index_salience": _indexer,

@@ -34,6 +34,10 @@ _TEMPLATES = {
 }
 
 
+class CuttingError(RequestError):
+    """A record's context has no document as a cutting asks for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cutting:
     """How the context is cut into documents.
@@ -67,7 +71,8 @@ def make_prompt(record: Record, encode: Encode, cutting: Cutting) -> Prompt:
     """The prompt of a record.
 
     Raises:
-        RequestError: a part of it has no tokens.
+        RequestError: the context has no tokens.
+        CuttingError: the context is shorter than the multiple that documents are cut at.
     """
     before, after = _TEMPLATES[record.dataset.removesuffix("_e")]
     documents = [encode(text) for text in record.documents]
@@ -83,6 +88,11 @@ def make_prompt(record: Record, encode: Encode, cutting: Cutting) -> Prompt:
     rest: list[int] = []
     if cutting.multiple is not None:
         documents, rest = _aligned(documents, cutting.multiple)
+        if not documents:
+            raise CuttingError(
+                "the record's context has no document of the length asked for",
+                expected=f"at least {cutting.multiple} tokens", found=f"{len(rest)} of {record.id}",
+            )  # fmt: skip
     question = encode(after.format(record.input))
     return Prompt(
         before=tuple(encode(before)) if before else (),

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from trt_redknot.digests import digest_json
+from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.engine.manifest import EngineManifest
 from trt_redknot.engine.response import Response
 from trt_redknot.evaluation.arms import ArmRunner
 from trt_redknot.evaluation.frozen import FrozenSet, Question
 from trt_redknot.evaluation.journal import RESULTS, Journal
-from trt_redknot.evaluation.prompts import Cutting, Prompt, make_prompt
+from trt_redknot.evaluation.prompts import Cutting, CuttingError, Prompt, make_prompt
 from trt_redknot.evaluation.variants import BASE_ENGINE, Variant
 
 _PROBE_TOKENS = 256
@@ -59,16 +62,29 @@ class Evaluation:
             "asked": digest_json([[question.file, question.record.id] for question in self.questions]),
             "variants": [variant.to_json() for variant in self.variants],
             "engines": {
-                name: {
-                    "checkpoint": runner.engine.manifest.checkpoint_fingerprint,
-                    "profile": runner.engine.manifest.profile.digest,
-                    "artifacts": runner.engine.manifest.artifact_format.value,
-                    "dtype": runner.engine.manifest.dtype,
-                }
+                name: _engine_json(runner.engine.manifest, runner.engine.geometry)
                 for name, runner in self.runners.items()
             },
             "answer_tokens": [self._base.short_tokens, self._base.longer_tokens],
+            "left_out": [
+                {"variant": variant, "id": record, "reason": reason}
+                for (variant, record), reason in self.left_out.items()
+            ],
         }
+
+    @cached_property
+    def left_out(self) -> Mapping[tuple[str, str], str]:
+        """Why a variant leaves a record out, by variant and record: its context is too short for the cutting."""
+        reasons = {}
+        for variant in self.variants:
+            if variant.cutting.multiple is None:
+                continue
+            for question in self.questions:
+                try:
+                    self._prompt(question, variant.cutting)
+                except CuttingError as error:
+                    reasons[variant.name, question.record.id] = str(error)
+        return reasons
 
     def run(self, output: Path, progress: Callable[[int], None] = lambda _: None) -> None:
         """Fill the journal in `output`; pairs that are in it already are left out. Collective.
@@ -80,10 +96,10 @@ class Evaluation:
         collectives = self._base.engine.collectives
         first = collectives.rank == 0
         journal = Journal(output / RESULTS, self.describe()) if first else None
-        known = json.dumps([list(key) for key in journal.results] if journal else []).encode()
-        done = {tuple(key) for key in json.loads(collectives.exchange(known)[0])}
-        progress(sum((variant.name, q.record.id) in done for variant in self.variants for q in self.questions))
         try:
+            known = json.dumps([list(key) for key in journal.results] if journal else []).encode()
+            done = {tuple(key) for key in json.loads(collectives.exchange(known)[0])} | self.left_out.keys()
+            progress(sum((variant.name, q.record.id) in done for variant in self.variants for q in self.questions))
             for question in self.questions:
                 self._question(question, done, journal, progress)
         finally:
@@ -115,14 +131,16 @@ class Evaluation:
             (variant.name, question.record.id): len(self._prompt(question, variant.cutting).tokens)
             for variant in self.variants
             for question in self.questions
+            if (variant.name, question.record.id) not in self.left_out
         }
         probe, prefill_s, token_s = self._probe()
         tokens, pairs = sum(lengths.values()), len(lengths)
-        answers = len(self.variants) * sum(self._base.most_tokens(question) - 1 for question in self.questions)
+        most = {question.record.id: self._base.most_tokens(question) for question in self.questions}
+        answers = sum(most[record] - 1 for _, record in lengths)
         seconds = prefill_s / probe * tokens + token_s * 2 * answers
         return Workload(
             records=len(self.questions), pairs=pairs, done=finished, prompt_tokens=tokens,
-            seconds=seconds * (pairs - finished) / pairs, probe_tokens=probe,
+            seconds=seconds * (pairs - finished) / max(1, pairs), probe_tokens=probe,
         )  # fmt: skip
 
     def _probe(self) -> tuple[int, float, float]:
@@ -146,3 +164,17 @@ class Evaluation:
 
     def _prompt(self, question: Question, cutting: Cutting) -> Prompt:
         return make_prompt(question.record, self._base.tokenizer.encode, cutting)
+
+
+def _engine_json(manifest: EngineManifest, geometry: ModelGeometry) -> dict[str, Any]:
+    """What an engine's answers depend on."""
+    return {
+        "checkpoint": manifest.checkpoint_fingerprint,
+        "profile": manifest.profile.digest,
+        "artifacts": manifest.artifact_format.value,
+        "dtype": manifest.dtype,
+        "experts": manifest.experts,
+        "identity": digest_json(asdict(manifest.artifact_identity(geometry))),
+        "ranks": manifest.tp_size,
+        "backend": manifest.backend,
+    }

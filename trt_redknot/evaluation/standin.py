@@ -84,8 +84,6 @@ class StandInArtifact:
         place: where the stored tensors lie. Host memory is pinned where there is a GPU.
     """
 
-    generation = 1
-
     def __init__(
         self,
         geometry: ModelGeometry,
@@ -94,9 +92,9 @@ class StandInArtifact:
         *,
         form: ArtifactFormat,
         place: torch.device,
-        artifact_id: str = "stand-in",
+        content_digest: str = "stand-in",
     ) -> None:
-        self.artifact_id = artifact_id
+        self.content_digest = content_digest
         self._geometry = geometry
         self._tokens = tokens
         self._form = form

@@ -87,6 +87,11 @@ class Summary:
         return [group for group in self.groups if group.by == ALL and axis in (None, group.axis)]
 
     @property
+    def left_out(self) -> list[Mapping[str, str]]:
+        """Records that a variant left out: `variant`, `id`, `reason`. Runs of older versions left none out."""
+        return list(self.run.get("left_out", []))
+
+    @property
     def axes(self) -> list[str]:
         return list(dict.fromkeys(group.axis for group in self.groups))
 

@@ -46,6 +46,18 @@ def answers_table(summary: Summary) -> Table:
     return table
 
 
+def left_out_table(summary: Summary) -> Table | None:
+    """One line a record that a variant left out, with the reason; None where there is none."""
+    if not summary.left_out:
+        return None
+    table = Table(title=f"Left out ({summary.evidence.value})")
+    for column in ("variant", "record", "reason"):
+        table.add_column(column)
+    for entry in summary.left_out:
+        table.add_row(*(escape(entry[key]) for key in ("variant", "id", "reason")))
+    return table
+
+
 def _table(title: str, first: str) -> Table:
     table = Table(title=title)
     table.add_column(first)

@@ -121,18 +121,20 @@ def first_token(
         geometry, segments, readers, local_width=context.local_width, dtype=context.dtype, device=context.device,
         source=source,
     )  # fmt: skip
-    tokens = np.random.default_rng(0).integers(0, geometry.vocab, length)
-    context.collectives.barrier()
-    _finish(context.device)
-    started = time.perf_counter()
-    observe = Observation(fanout_layers=context.profile.reusable)
-    prefilled = drain(Prefill(context, pool, state, tokens, documents, policy, observe).run())
-    last = int(np.flatnonzero(prefilled.rows.positions == length - 1)[0])
-    logits = logits_of(context.stages, context.collectives, geometry, prefilled.streams, prefilled.rows, [last])[0]
-    int(logits.argmax())
-    seconds = time.perf_counter() - started
-    late = sum(source.lateness())
-    documents.close()
+    try:
+        tokens = np.random.default_rng(0).integers(0, geometry.vocab, length)
+        context.collectives.barrier()
+        _finish(context.device)
+        started = time.perf_counter()
+        observe = Observation(fanout_layers=context.profile.reusable)
+        prefilled = drain(Prefill(context, pool, state, tokens, documents, policy, observe).run())
+        last = int(np.flatnonzero(prefilled.rows.positions == length - 1)[0])
+        logits = logits_of(context.stages, context.collectives, geometry, prefilled.streams, prefilled.rows, [last])[0]
+        int(logits.argmax())
+        seconds = time.perf_counter() - started
+        late = sum(source.lateness())
+    finally:
+        documents.close()
     return FirstToken(
         seconds=seconds, logits=logits, plan=prefilled.plan, late_s=late, moved=dict(source.moved), pool=pool,
         state=state,

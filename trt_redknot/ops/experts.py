@@ -37,7 +37,10 @@ class QuantisedExperts:
 
 def quantise_experts(weight: torch.Tensor) -> QuantisedExperts:
     """[E, N, K] in FP8: for every block of 128 x 128 the least power of two that brings its largest magnitude to at
-    most 448 is the scale; codes are rounded to nearest even."""
+    most 448 is the scale; codes are rounded to nearest even.
+
+    A block with an infinity or NaN has a scale that is not finite; every other block's scale is.
+    """
     experts, width, depth = weight.shape
     blocks = weight.float().view(experts, width // EXPERT_BLOCK, EXPERT_BLOCK, depth // EXPERT_BLOCK, EXPERT_BLOCK)
     peak = blocks.abs().amax(dim=(2, 4)).clamp(min=_LEAST_PEAK)

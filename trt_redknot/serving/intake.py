@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trt_redknot.artifacts.identity import artifact_id_of
@@ -51,6 +51,7 @@ class Intake:
             ServingError: `invalid_request` or `too_large`, with what is wrong.
         """
         try:
+            self._check_texts(message)
             request = self._request(message) if isinstance(message, ServingRequest) else None
             documents = self._documents(message, request)
             tokens = self._check(request, documents)
@@ -76,6 +77,28 @@ class Intake:
             cost=tokens,
         )
         return job
+
+    def _check_texts(self, message: ServingRequest | BuildRequest) -> None:
+        """Raise TooLongError for texts that are too long whatever their tokens are. Nothing is tokenised."""
+        if isinstance(message, BuildRequest):
+            for place, document in enumerate(message.documents):
+                self._check_bytes([document.text], f"the text of document {place}")
+            return
+        question = message.question if isinstance(message.question, str) else None
+        texts = [*(segment.text for segment in [*message.segments, *message.documents]), question]
+        self._check_bytes(texts, "the request's text")
+
+    def _check_bytes(self, texts: Sequence[str | None], what: str) -> None:
+        if self.tokenizer is None:
+            return
+        length = self.engine.manifest.max_length
+        limit = length * self.tokenizer.longest_token_bytes
+        found = sum(len(text.encode(errors="surrogatepass")) for text in texts if text is not None)
+        if found > limit:
+            raise TooLongError(
+                f"{what} is too long for a request of {length} tokens", expected=f"at most {limit} bytes of UTF-8",
+                found=found, remedy="Shorten it.",
+            )  # fmt: skip
 
     def _missing(self, message: ServingRequest | BuildRequest) -> Missing:
         return (message.missing if isinstance(message, ServingRequest) else None) or self.config.missing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Sequence
@@ -10,6 +11,11 @@ from collections.abc import Sequence
 from trt_redknot.artifacts.lease import Lease
 from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.errors import StoreError
+
+_log = logging.getLogger("trt_redknot.serving.preload")
+# Seconds that a thread of ours waits for a process that removes an artifact. Admission, which everybody waits for, has
+# no such patience.
+_LOCKED_S = 30.0
 
 
 class _Over(Exception):  # noqa: N818 - never leaves this module
@@ -87,6 +93,8 @@ class Preloader:
                 self._verify(work)
             except _Over:
                 continue
+            except Exception:  # noqa: BLE001 - the job's admission meets it again, and other jobs need this thread
+                _log.exception("the artifacts of job %d could not be verified ahead of time", work.job)
             with self._lock:
                 if not work.over:
                     self._finished.append(work.job)
@@ -100,7 +108,7 @@ class Preloader:
             check()
             # ValueError: the lease was let go of meanwhile.
             with contextlib.suppress(StoreError, OSError, ValueError):
-                lease = work.store.open(artifact_id, rank=self._rank, between=check)
+                lease = work.store.open(artifact_id, rank=self._rank, timeout_s=_LOCKED_S, between=check)
                 with self._lock:
                     if not work.over:
                         work.leases.append(lease)

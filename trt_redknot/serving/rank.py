@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.frontend import Serving
 from trt_redknot.serving.messages import (
     BuildRequest,
+    Event,
     FailedEvent,
     ServingError,
     ServingFault,
@@ -37,8 +39,18 @@ _FAILED_STATUS = 4
 _log = logging.getLogger("trt_redknot.serving.rank")
 
 
+@dataclass(kw_only=True, eq=False)
+class _Open:
+    """A request of the front end that has not ended; no stream while its texts become tokens."""
+
+    stream: Stream | None = None
+    cancelled: bool = False
+
+
 class FrontEndLink:
     """Rank 0: answers what the front end sends, until it says stop or is gone.
+
+    A request has a thread of its own: texts may take long to become tokens, and nobody waits behind them.
 
     Args:
         channel: the connection to the front end.
@@ -48,7 +60,7 @@ class FrontEndLink:
         self._service = service
         self._channel = channel
         self._lock = threading.Lock()
-        self._streams: dict[int, Stream] = {}
+        self._open: dict[int, _Open] = {}
 
     def run(self) -> None:
         """Serve. Returns when the front end has said stop; raises ChannelError when it is gone.
@@ -60,10 +72,7 @@ class FrontEndLink:
                 case "submit":
                     self._submit(message)
                 case "cancel":
-                    with self._lock:
-                        stream = self._streams.get(message["stream"])
-                    if stream is not None:
-                        stream.cancel()
+                    self._cancel(int(message["stream"]))
                 case "health":
                     self._reply(message, self._service.health().to_json())
                 case "metrics":
@@ -80,30 +89,55 @@ class FrontEndLink:
     def _submit(self, message: dict[str, Any]) -> None:
         number = int(message["stream"])
         kind = BuildRequest if message["kind"] == "build" else ServingRequest
-        try:
-            stream = self._service.submit(kind.parse(message["request"]))
-        except ServingError as error:
-            self._fail(number, error.fault, error)
-        except RedKnotError as error:
-            self._fail(number, ServingFault.INVALID_REQUEST, error)
-        else:
-            with self._lock:
-                self._streams[number] = stream
-            threading.Thread(target=self._forward, args=(number, stream), daemon=True).start()
+        # Known from now on: a cancellation may come before there is a stream.
+        with self._lock:
+            self._open[number] = _Open()
+        threading.Thread(target=self._answer, args=(number, kind, message["request"]), daemon=True).start()
 
-    def _fail(self, number: int, fault: ServingFault, error: RedKnotError) -> None:
-        event = FailedEvent(fault=fault, message=str(error))
-        self._channel.send({"op": "event", "stream": number, "event": event.to_json()})
-
-    def _forward(self, number: int, stream: Stream) -> None:
-        try:
-            for event in stream:
-                self._channel.send({"op": "event", "stream": number, "event": event.to_json()})
-        except ChannelError:
+    def _cancel(self, number: int) -> None:
+        with self._lock:
+            request = self._open.get(number)
+            if request is None:
+                return
+            request.cancelled = True
+            stream = request.stream
+        if stream is not None:
             stream.cancel()
+
+    def _answer(self, number: int, kind: type[BuildRequest | ServingRequest], content: dict[str, Any]) -> None:
+        # What is said if this thread breaks in a way nobody foresaw: the client waits.
+        last: FailedEvent | None = FailedEvent(fault=ServingFault.INTERNAL, message="the service's log says more")
+        try:
+            stream = self._service.submit(kind.parse(content))
+            last = None
+            self._forward(number, stream)
+        except ServingError as error:
+            last = FailedEvent(fault=error.fault, message=str(error))
+        except RedKnotError as error:
+            last = FailedEvent(fault=ServingFault.INVALID_REQUEST, message=str(error))
         finally:
             with self._lock:
-                del self._streams[number]
+                del self._open[number]
+            if last is not None:
+                # Where the front end is gone, `run` sees it too.
+                with contextlib.suppress(ChannelError):
+                    self._send(number, last)
+
+    def _forward(self, number: int, stream: Stream) -> None:
+        with self._lock:
+            request = self._open[number]
+            request.stream = stream
+            cancelled = request.cancelled
+        if cancelled:
+            stream.cancel()
+        try:
+            for event in stream:
+                self._send(number, event)
+        except ChannelError:
+            stream.cancel()
+
+    def _send(self, number: int, event: Event) -> None:
+        self._channel.send({"op": "event", "stream": number, "event": event.to_json()})
 
 
 def serve_rank(socket_path: Path, comm: Intracomm | None) -> None:

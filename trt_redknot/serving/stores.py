@@ -13,6 +13,8 @@ from trt_redknot.serving.config import ServingConfig
 
 # Stores that are kept open; each remembers which files it has verified.
 _STORES = 64
+# Seconds that the engine's thread, and with it every request, waits for a lock of another process.
+_LOCK_TIMEOUT_S = 2.0
 
 
 @dataclass(kw_only=True)
@@ -30,7 +32,7 @@ class Stores:
             more = self.events()
             log = StoreLog(tenant)
             store = ArtifactStore(
-                self.config.store, self.config.capacity_bytes, tenant,
+                self.config.store, self.config.capacity_bytes, tenant, lock_timeout_s=_LOCK_TIMEOUT_S,
                 events=log if more is None else AllEvents(log, more),
             )  # fmt: skip
             self._open[tenant] = store

@@ -34,12 +34,23 @@ class Detokenizer:
             stop = len(self._ids) - held
             if not self._decode(self._ids[self._start : stop]).endswith(_REPLACEMENT):
                 return self._take(stop)
-        # Bytes that no token will complete are shown as what they are: no character.
-        return self._take(len(self._ids) - _UNFINISHED) if pending > _UNFINISHED else ""
+        if pending > _UNFINISHED:
+            # Bytes that no token will complete are shown as what they are: no character. So is a U+FFFD that the text
+            # has itself, which looks the same; a cut through its bytes would make several of it.
+            for held in range(_UNFINISHED, 0, -1):
+                if self._is_boundary(stop := len(self._ids) - held):
+                    return self._take(stop)
+        return ""
 
     def finish(self) -> str:
         """What is left, be it whole characters or not."""
         return self._take(len(self._ids))
+
+    def _is_boundary(self, stop: int) -> bool:
+        """Whether no character has bytes on both sides of `stop`."""
+        ids = self._ids
+        whole = self._decode(ids[self._start :])
+        return self._decode(ids[self._start : stop]) + self._decode(ids[stop:]) == whole
 
     def _take(self, stop: int) -> str:
         if stop <= self._read:

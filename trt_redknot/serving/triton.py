@@ -205,13 +205,18 @@ class _Answer:
 
     def _follow(self, stream: Stream, *, streamed: bool) -> None:
         cancelled = False
-        while not self._done:
-            if not cancelled and self._sender.is_cancelled():
-                cancelled = True
+        try:
+            while not self._done:
+                if not cancelled and self._sender.is_cancelled():
+                    cancelled = True
+                    stream.cancel()
+                event = stream.poll(_POLL_S)
+                if event is not None:
+                    self._tell(event, streamed=streamed)
+        finally:
+            # What cannot be sent need not be computed.
+            if not stream.complete:
                 stream.cancel()
-            event = stream.poll(_POLL_S)
-            if event is not None:
-                self._tell(event, streamed=streamed)
 
     def _tell(self, event: Event, *, streamed: bool) -> None:
         match event:

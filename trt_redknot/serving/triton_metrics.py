@@ -7,6 +7,7 @@ counters of the names that they have in Prometheus' text.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 _INTERVAL_S = 2.0
+
+_log = logging.getLogger("trt_redknot.serving.metrics")
 
 
 class MetricsMirror:
@@ -53,8 +56,16 @@ class MetricsMirror:
                     metric.increment(growth)
 
     def _run(self) -> None:
+        failing = False
         while not self._closed.wait(self._interval_s):
-            self.copy()
+            try:
+                self.copy()
+                failing = False
+            except Exception:  # noqa: BLE001 - metrics that fail for a while must not be lost for good
+                # Once said is enough.
+                if not failing:
+                    _log.exception("the metrics cannot be copied")
+                failing = True
 
     def _metric(self, name: str, kind: str, description: str, labels: dict[str, str]) -> Any:
         family_type = self._utils.MetricFamily

@@ -92,6 +92,7 @@ class ReadAhead:
         self._stopped = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._last: Mark | None = None
         self._moved: Counter[Tier] = Counter()
 
     @property
@@ -111,8 +112,11 @@ class ReadAhead:
         """
         if any(each.reads for each in self._layers[self._current + 1 :]):
             raise RuntimeError("reads were announced that nobody took")
+        self._leave(len(self._layers))
         self._join()
         finished = [each.copied for each in self._layers if each.copied is not None]
+        for layer in self._layers:
+            layer.places.clear()
         self._past += self._layers
         self._layers = [_Layer(reads=tuple(reads)) for reads in layers]
         self._by_key = {read.key: at for at, each in enumerate(self._layers) for read in each.reads}
@@ -148,23 +152,30 @@ class ReadAhead:
             self._stopped = True
             self._turn.notify_all()
         self._join()
+        if self._last is not None:
+            # The ring goes back to the computation's memory: what is written to it next comes after these copies.
+            self._lane.wait(self._last)
 
     def _enter(self, at: int) -> None:
         """Leave the current layer's slot to the copies, and wait for the next layer's."""
         layer = self._layers[at]
+        layer.asked = self._leave(at)
+        self._current = at
+        layer.queued.wait()
+        if layer.copied is None:
+            assert self._failure is not None
+            raise self._failure
+        self._lane.wait(layer.copied)
+
+    def _leave(self, at: int) -> Mark:
+        """The slots of the layers before `at` are free after what is computed by now."""
         mark = self._lane.mark_computed()
         with self._turn:
             for behind in self._layers[max(0, self._current) : at]:
                 behind.left = mark
             self._released = at
             self._turn.notify_all()
-        self._current = at
-        layer.asked = mark
-        layer.queued.wait()
-        if layer.copied is None:
-            assert self._failure is not None
-            raise self._failure
-        self._lane.wait(layer.copied)
+        return mark
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -195,6 +206,8 @@ class ReadAhead:
         except BaseException as failure:  # noqa: BLE001 - it belongs to the computing thread, which raises it
             self._failure = failure
         finally:
+            # Also of a copy that was begun before something failed.
+            self._last = self._lane.mark_copied()
             for layer in self._layers:
                 layer.queued.set()
 

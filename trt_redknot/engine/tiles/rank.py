@@ -90,13 +90,12 @@ class Tiles:
                 "the engine keeps no artifacts in memory",
                 remedy="Open it with tiles=TileOptions(depth=3, device_bytes=...) or host_bytes=...",
             )
-        total = 0
         for spec in parts:
-            held = tier.find(reader, spec.part, spec.layer)
-            if held is None:
-                held = tier.keep(reader, spec.part, spec.layer, reader.raw(spec.part, spec.layer))
-            total += held.nbytes
-        return total
+            if tier.find(reader, spec.part, spec.layer) is None:
+                tier.keep(reader, spec.part, spec.layer, reader.raw(spec.part, spec.layer))
+        # Later ones may have pushed earlier ones out.
+        held = [tier.find(reader, spec.part, spec.layer) for spec in parts]
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @property
     def use(self) -> dict[str, TierUse]:

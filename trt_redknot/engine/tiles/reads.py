@@ -18,10 +18,9 @@ class ArtifactReader(Protocol):
     """One artifact, as a prefill sees it (a lease of the store implements it)."""
 
     @property
-    def artifact_id(self) -> str: ...
-
-    @property
-    def generation(self) -> int: ...
+    def content_digest(self) -> str:
+        """Of all its tensors: equal for the same bytes only."""
+        ...
 
     def raw(self, part: Part, layer: int | None) -> torch.Tensor:
         """The tensor as stored, in host memory."""

@@ -13,7 +13,7 @@ import torch
 from trt_redknot.artifacts.contents import Part
 from trt_redknot.engine.tiles.reads import ArtifactReader
 
-TierKey = tuple[str, int, Part, int | None]
+TierKey = tuple[str, Part, int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,8 @@ class TierUse:
 class TileTier:
     """Holds whole tensors as they are stored, up to `capacity` bytes. Calls may come from any thread.
 
-    A generation of an artifact never changes, so what is held never goes stale: a newer generation has another key.
+    Tensors are known by the digest of their artifact's certificate, which has the digests of all its files: what is
+    held never goes stale, and never answers for another store, namespace or generation.
 
     Args:
         allocate: uint8 [n] of the tier's memory.
@@ -48,7 +49,7 @@ class TileTier:
 
     def find(self, reader: ArtifactReader, part: Part, layer: int | None) -> torch.Tensor | None:
         """The stored tensor, if it is held. It stays valid for whoever has it, also after it was pushed out."""
-        key = (reader.artifact_id, reader.generation, part, layer)
+        key = (reader.content_digest, part, layer)
         with self._guard:
             found = self._held.get(key)
             if found is None:
@@ -62,7 +63,7 @@ class TileTier:
         """Copy a stored tensor into the tier and return the copy; `stored` itself where it could never fit."""
         if stored.nbytes > self.capacity:
             return stored
-        key = (reader.artifact_id, reader.generation, part, layer)
+        key = (reader.content_digest, part, layer)
         with self._guard:
             self._make_room(stored.nbytes)
         copy = self._allocate(stored.nbytes).view(stored.dtype).view(stored.shape)

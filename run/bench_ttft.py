@@ -69,7 +69,7 @@ def main(
     read_ahead: int, decode: int,
     json_file: Path | None, page: Path | None,
 ) -> None:  # fmt: skip
-    """Time both arms at released geometry with random weights."""
+    """Time both arms at released geometry with random weights. Needs a GPU and the kernel library (make plugins)."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD if MPI.COMM_WORLD.Get_size() > 1 else None

@@ -154,16 +154,12 @@ def test_a_wrong_policy_is_refused(nano: Nano, tmp_path: Path, setting: str, wor
 
 def test_ranks_evaluate_together(nano: Nano, tmp_path: Path) -> None:
     engine = tmp_path / "engine"
-    built = run_ranks(
-        2, [str(PROJECT / "build_engine.py"), "--checkpoint", str(nano.checkpoint), "--output", str(engine)],
-        timeout_s=120,
-    )  # fmt: skip
-    assert built.returncode == 0, built.stderr
     output = tmp_path / "out"
     finished = run_ranks(
         2,
-        [str(PROJECT / "run" / "evaluate.py"), "run", "--engine", str(engine), "--output", str(output), "--limit", "1",
-         "--records", str(RECORDS), "--only", "nano-256.jsonl", "--short-tokens", "1", "--longer-tokens", "1", *POLICY],
+        [str(Path(__file__).parent / "ranks" / "evaluating.py"), str(nano.checkpoint), str(engine), "run", "--engine",
+         str(engine), "--output", str(output), "--limit", "1", "--records", str(RECORDS), "--only", "nano-256.jsonl",
+         "--short-tokens", "1", "--longer-tokens", "1", *POLICY],
         timeout_s=200,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr

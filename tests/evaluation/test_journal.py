@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -54,6 +55,32 @@ def test_results_of_another_run_are_refused_and_untouched(tmp_path: Path) -> Non
     with pytest.raises(JournalError, match=r"of another run.*'digest': 'e.*'digest': 'd"):
         Journal(path, run_of() | {"digest": "e" * 64})
     assert path.read_bytes() == before
+
+
+def test_a_file_that_another_run_writes_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    journal = Journal(path, run_of())
+    with pytest.raises(JournalError, match=r"another evaluation is writing.*results\.jsonl"):
+        Journal(path, run_of())
+    journal.append(pair(id="r0"))
+    journal.close()
+    Journal(path, run_of()).close()
+    assert read_journal(path) == (run_of(), [pair(id="r0")])
+
+
+def test_refused_files_leave_nothing_open(tmp_path: Path) -> None:
+    damaged, other, large = (fill(tmp_path / name / "results.jsonl", 1) for name in ("damaged", "other", "large"))
+    damaged.write_bytes(damaged.read_bytes() + b"{}\n")
+    os.truncate(large, (1 << 30) + 1)
+    for path, run, words in (
+        (damaged, run_of(), "line 3 is damaged"),
+        (other, run_of() | {"digest": "e" * 64}, "of another run"),
+        (large, run_of(), "too large"),
+    ):
+        with pytest.raises(JournalError, match=words):
+            Journal(path, run)
+        there = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        assert str(path) not in there
 
 
 @pytest.mark.parametrize("damage", [b"\0\0\n", b"{}\n", b'{"variant": "policy"}\n', b"[]\n"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.evaluation.samples import record
 from trt_redknot.errors import RequestError
-from trt_redknot.evaluation.prompts import Cutting, make_prompt
+from trt_redknot.evaluation.prompts import Cutting, CuttingError, make_prompt
 from trt_redknot.evaluation.records import Record
 
 
@@ -33,7 +33,13 @@ def test_cutting_changes_documents_and_not_tokens(
 ) -> None:
     made = passages(count, words)
     plain = make_prompt(made, bytes_of, Cutting())
-    cut = make_prompt(made, bytes_of, Cutting(documents=documents, multiple=multiple))
+    cutting = Cutting(documents=documents, multiple=multiple)
+    if multiple is not None and sum(map(len, plain.documents)) < multiple:
+        with pytest.raises(CuttingError, match=f"at least {multiple} tokens"):
+            make_prompt(made, bytes_of, cutting)
+        return
+    cut = make_prompt(made, bytes_of, cutting)
+    assert cut.documents
     assert cut.tokens == plain.tokens
     assert len(plain.documents) == count
     assert all(cut.documents)

@@ -22,6 +22,7 @@ from trt_redknot.collectives import LocalCollectives
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.parse import load_geometry
 from trt_redknot.config.policy import ReusePolicy
+from trt_redknot.engine.documents import Documents
 from trt_redknot.engine.tiles import TileOptions
 from trt_redknot.evaluation.metering import Ceilings, HostClock, MeteredOps, Work, share_of_roofline
 from trt_redknot.evaluation.standin import StandInArtifact, StandInCollectives, StandInRank, make_rank
@@ -146,6 +147,23 @@ def test_metering_counts_what_runs(geometry: ModelGeometry) -> None:
     assert by_op["route_learned"].calls + by_op["route_hash"].calls == g.layers
     assert by_op["split_heads"].bytes == 0
     assert all(line.seconds > 0 and line.calls > 0 for line in by_op.values())
+
+
+def test_a_prefill_that_fails_stops_reading_its_artifacts(
+    geometry: ModelGeometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(ReferenceOps):
+        def norm_rope_pack(self, *_: Any, **__: Any) -> Any:
+            raise FloatingPointError
+
+    closed: list[Documents] = []
+    monkeypatch.setattr(Documents, "close", closed.append)
+    rank = rank_of(geometry, 1)
+    context = dataclasses.replace(rank.context, ops=Failing(LocalCollectives()))
+    failing, _ = dataclasses.replace(rank, context=context).metered(HostClock())
+    with pytest.raises(FloatingPointError):
+        first_token(failing, segment_table(300, 1, reuse=False), {}, None)
+    assert len(closed) == 1
 
 
 def test_attention_is_counted_by_visible_keys(geometry: ModelGeometry) -> None:

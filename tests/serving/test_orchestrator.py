@@ -125,9 +125,13 @@ class FakeService:
     def __init__(self) -> None:
         self.streams: list[Stream] = []
         self.cancelled: list[str] = []
-        self.refusal: ServingError | None = None
+        self.refusal: Exception | None = None
+        # A request waits for it as if its text became tokens.
+        self.held: dict[str, threading.Event] = {}
 
     def submit(self, request: ServingRequest | BuildRequest) -> Stream:
+        if (held := self.held.get(request.request_id or "")) is not None:
+            assert held.wait(30)
         if self.refusal is not None:
             raise self.refusal
         name = request.request_id or ""
@@ -177,10 +181,18 @@ def submission(number: int, **request: object) -> dict[str, object]:
     return {"op": "submit", "stream": number, "kind": "generate", "request": request}
 
 
+def await_streams(service: FakeService, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while len(service.streams) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_rank_zero_forwards_events_of_many_requests(linked: Linked) -> None:
     service, channel, _, _ = linked
     for number in range(3):
         channel.send(submission(number, request_id=f"r{number}"))
+        await_streams(service, number + 1)
     channel.send({"op": "health", "call": 7})
     assert channel.receive() == {"op": "reply", "call": 7, "value": service.health().to_json()}
     assert [stream.request_id for stream in service.streams] == ["r0", "r1", "r2"]
@@ -217,6 +229,46 @@ def test_rank_zero_tells_of_refusals(linked: Linked) -> None:
     }  # fmt: skip
 
 
+def test_nothing_waits_behind_a_request_that_is_taken_in(linked: Linked) -> None:
+    """A long text on its way to tokens: health, others, and its own cancellation go past it."""
+    service, channel, _, _ = linked
+    service.held["long"] = threading.Event()
+    try:
+        channel.send(submission(1, request_id="long"))
+        channel.send({"op": "health", "call": 7})
+        channel.send(submission(2, request_id="short"))
+        replies: list[object] = []
+        receiver = threading.Thread(target=lambda: replies.append(channel.receive()), daemon=True)
+        receiver.start()
+        receiver.join(10)
+        assert replies == [{"op": "reply", "call": 7, "value": service.health().to_json()}]
+        await_streams(service, 1)
+        assert [stream.request_id for stream in service.streams] == ["short"]
+        channel.send({"op": "cancel", "stream": 1})
+        channel.send({"op": "metrics", "call": 8})
+        channel.receive()
+        assert service.cancelled == []
+    finally:
+        service.held["long"].set()
+    await_streams(service, 2)
+    deadline = time.monotonic() + 10
+    while not service.cancelled and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert service.cancelled == ["long"]
+    for stream in service.streams:
+        stream.put(FailedEvent(fault=ServingFault.CANCELLED, message="over"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_that_breaks_its_thread_is_told(linked: Linked) -> None:
+    service, channel, _, _ = linked
+    service.refusal = MemoryError()
+    channel.send(submission(1))
+    last = channel.receive()
+    assert last is not None
+    assert last["event"]["fault"] == "internal"
+
+
 def test_rank_zero_ends_when_told(linked: Linked) -> None:
     _, channel, thread, raised = linked
     channel.send({"op": "stop"})
@@ -228,8 +280,7 @@ def test_rank_zero_ends_when_told(linked: Linked) -> None:
 def test_rank_zero_notices_that_its_front_end_is_gone(linked: Linked) -> None:
     service, channel, thread, raised = linked
     channel.send(submission(1, request_id="open"))
-    channel.send({"op": "metrics", "call": 1})
-    channel.receive()
+    await_streams(service, 1)
     channel.close()
     thread.join(10)
     assert "gone" in str(raised[0])

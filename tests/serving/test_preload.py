@@ -102,3 +102,23 @@ def test_a_job_that_is_let_go_while_it_is_verified(
     assert wait_for(preloader.finished) == [2]
     assert not open_leases()
     preloader.close()
+
+
+def test_a_fault_that_nobody_foresaw_costs_one_job_and_no_thread(
+    built: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job goes on to its admission, which looks itself."""
+    root, artifact_ids = built
+    store = ArtifactStore(root)
+    with monkeypatch.context() as broken:
+        broken.setattr(Lease, "verify", lambda *_: 1 // 0)
+        preloader = Preloader(0, threads=1)
+        preloader.submit(1, store, artifact_ids)
+        assert wait_for(preloader.finished) == [1]
+    assert "job 1 could not be verified" in caplog.text
+    assert preloader.held == 0
+    preloader.submit(2, store, artifact_ids)
+    assert wait_for(preloader.finished) == [2]
+    assert preloader.held == len(artifact_ids)
+    preloader.close()
+    assert not open_leases()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from hypothesis import strategies as st
 
 from tests.serving.support import POLICY, Bench, Theatre, ask, ids, outcome
 from trt_redknot import ArtifactStore, Response
+from trt_redknot.artifacts import folder
+from trt_redknot.artifacts import store as store_module
+from trt_redknot.artifacts.locks import FileLock
+from trt_redknot.errors import BusyError
 from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.jobs import Job, Phase
 from trt_redknot.serving.messages import (
@@ -351,6 +356,57 @@ def test_a_document_that_another_process_builds_is_waited_for(bench: Bench, stag
     lock.close()
     stage.until(lambda: build.phase is Phase.OVER, tick_s=0.1)
     assert isinstance(outcome(build), DoneEvent)
+    stage.assert_nothing_held()
+
+
+def test_a_store_that_another_process_changes_is_not_waited_for(
+    bench: Bench, stage: Theatre, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build that meets the store's lock is tried again later; others are answered meanwhile."""
+    patience: list[float] = []
+    acquire = folder.acquire
+
+    def counting(*args: Any, timeout_s: float, **more: Any) -> FileLock:
+        patience.append(timeout_s)
+        return acquire(*args, timeout_s=min(timeout_s, 0.1), **more)
+
+    lock = ArtifactStore(bench.store.root)._folder.mutex()
+    monkeypatch.setattr(folder, "acquire", counting)
+    build = stage.submit(BuildRequest.parse({"documents": [{"tokens": ids(30)}]}))
+    stage.until(lambda: build.not_before > 0)
+    assert patience == [0.0, 0.0]
+    answered = stage.submit(ask([{"tokens": ids(5)}], 3, reuse=False))
+    stage.until(lambda: answered.phase is Phase.OVER)
+    assert build.phase is Phase.TO_BUILD
+    lock.close()
+    stage.until(lambda: build.phase is Phase.OVER, tick_s=0.1)
+    assert isinstance(outcome(build), DoneEvent)
+    # Published after all, with a short patience for the lock.
+    assert max(patience) == 2.0
+    stage.assert_nothing_held()
+
+
+def test_admission_does_not_wait_for_a_process_that_removes_an_artifact(
+    bench: Bench, stage: Theatre, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience: list[float] = []
+
+    def locked(*_: object, timeout_s: float, **__: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            patience.append(timeout_s)
+        raise BusyError("an artifact stayed locked")
+
+    monkeypatch.setattr(store_module, "take_lease", locked)
+    segments = [{"artifact": bench.artifact_ids[0], "tokens": bench.documents[0]}, {"tokens": ids(3)}]
+    request = ask(segments, 2)
+    assert request.reuse is not None
+    request = request.model_copy(update={"reuse": request.reuse.model_copy(update={"deadline_s": 1e6})})
+    job = stage.submit(request)
+    stage.finish()
+    answer = outcome(job)
+    assert isinstance(answer, DoneEvent)
+    assert answer.report["fallback_reason"] == "timeout"
+    assert patience == [2.0]
     stage.assert_nothing_held()
 
 

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serving.support import Bench, ask, ids, make_bench, open_leases
+from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.errors import ConfigError, EngineError, StoreError
 from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.messages import (
@@ -133,6 +134,40 @@ def test_bad_requests_are_refused_at_once(
     with pytest.raises(ServingError, match=text) as caught:
         service.submit(ServingRequest.parse(values))
     assert caught.value.fault is fault
+
+
+def test_texts_that_no_request_can_hold_are_refused_before_they_become_tokens(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = serve()
+    tokenizer = EngineTokenizer(service._config.engine)
+    # The vocabulary spells a byte with a letter of up to two bytes.
+    limit = 400 * tokenizer.longest_token_bytes
+    assert tokenizer.longest_token_bytes == 2
+    encoded: list[int] = []
+    encode = EngineTokenizer.encode
+
+    def counting(self: EngineTokenizer, text: str) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text)
+
+    monkeypatch.setattr(EngineTokenizer, "encode", counting)
+    half, euros = "x" * (limit // 2), "\u20ac" * (limit // 3)
+    requests: list[ServingRequest | BuildRequest] = [
+        ServingRequest.parse({"question": "x" * (limit + 1)}),
+        ServingRequest.parse({"question": euros + "\u20ac"}),
+        ServingRequest.parse({"documents": [{"text": half}], "question": half + "x"}),
+        ServingRequest.parse({"segments": [{"text": half}, {"text": half + "x"}]}),
+        BuildRequest.parse({"documents": [{"text": "x"}, {"text": "x" * (limit + 1)}]}),
+    ]
+    for request in requests:
+        with pytest.raises(ServingError, match=f"at most {limit} bytes") as caught:
+            service.submit(request)
+        assert caught.value.fault is ServingFault.TOO_LARGE
+    assert encoded == []
+    with pytest.raises(ServingError, match="at most 400 tokens"):
+        service.submit(ServingRequest.parse({"question": "x" * limit}))
+    assert encoded == [limit]
 
 
 def test_what_only_the_artifacts_can_tell_is_refused_later(bench: Bench, serve: Serve) -> None:

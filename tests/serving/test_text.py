@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.serving.support import byte_tokenizer
@@ -37,6 +37,18 @@ def test_characters_come_whole_and_as_soon_as_they_are(text: str) -> None:
         whole = bytes_of(ids[: place + 1]).decode("utf-8", errors="ignore")
         # A replacement character of the text itself looks like half a character until the next one comes.
         assert shown == whole or "\ufffd" in text
+        assert text.startswith(shown)
+    assert shown + detokenizer.finish() == text
+
+
+@given(st.text("\ufffda\u20ac\U0001f600", max_size=12))
+@example("\ufffd\ufffd")
+@example("a\ufffd\ufffd\ufffdb")
+def test_replacement_characters_of_the_text_itself_are_not_multiplied(text: str) -> None:
+    detokenizer = Detokenizer(decode)
+    shown = ""
+    for token in encode(text):
+        shown += detokenizer.push(token)
         assert text.startswith(shown)
     assert shown + detokenizer.finish() == text
 

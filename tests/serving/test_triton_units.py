@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any, ClassVar
 import pytest
 from click.testing import CliRunner
 
-from tests.support.triton import ROOT, wait_until_gone
+from tests.support.triton import ROOT, free_ports, wait_until_gone
 from trt_redknot.errors import ConfigError, LaunchError, RequestError
 from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.messages import BuildRequest, DoneEvent, ServingError, ServingFault, ServingRequest, TokenEvent
@@ -300,6 +301,25 @@ wait_seconds_sum 1.5
     }  # fmt: skip
 
 
+def test_metrics_come_back_after_a_fault(caplog: pytest.LogCaptureFixture) -> None:
+    FakeFamily.made.clear()
+    asked = threading.Semaphore(0)
+    texts = ["depth 1.0\n", "depth {", "depth {", "depth 2.0\n"]
+
+    def read() -> str:
+        text = texts.pop(0) if len(texts) > 1 else texts[0]
+        asked.release()
+        return text
+
+    mirror = MetricsMirror(read, type("Utils", (), {"MetricFamily": FakeFamily}), interval_s=0.001)
+    # The fifth begins when the fourth is done.
+    for _ in range(5):
+        assert asked.acquire(timeout=30)
+    mirror.close()
+    assert FakeFamily.made["depth"].metrics["{}"].number == 2.0
+    assert [record.getMessage() for record in caplog.records] == ["the metrics cannot be copied"]
+
+
 class Answers(http.server.BaseHTTPRequestHandler):
     """A server that answers every request with what the test gave it."""
 
@@ -408,3 +428,11 @@ def test_the_model_is_nothing_but_a_codec() -> None:
     text = (MODEL / "1" / "model.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 50
     assert "trt_redknot.serving.triton import TritonFrontEnd" in text
+
+
+def test_a_port_in_use_is_found_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        http, metrics = free_ports(2)
+        with pytest.raises(LaunchError, match=rf"127.0.0.1:{port} to be free for grpc.*--grpc-port"):
+            Endpoints(host="127.0.0.1", http=http, grpc=port, metrics=metrics).check()

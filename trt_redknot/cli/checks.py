@@ -172,7 +172,7 @@ def check_gpu() -> Check:
     fields = "--query-gpu=name,memory.total,driver_version,compute_cap"
     output = None if launcher is None else _run([launcher, fields, "--format=csv,noheader"])
     if not output or not output.strip():
-        remedy = "Needed by the tensorrt backend only: a Hopper GPU and its driver."
+        remedy = "Needed by --device cuda and by the tensorrt backend: a Hopper GPU and its driver."
         return Check(name="gpu", status=Status.WARN, found="none", remedy=remedy)
     gpus = [line.strip() for line in output.strip().splitlines()]
     found = "; ".join(gpus)
@@ -197,7 +197,7 @@ def check_plugins() -> Check:
     folder = _CHECKOUT / "trt_redknot" / "lib"
     libraries = sorted(path.name for path in folder.glob("*.so"))
     if not libraries:
-        remedy = "Needed by the tensorrt backend only: make plugins, on a machine with nvcc."
+        remedy = "Needed by --device cuda and by the tensorrt backend: make plugins, on a machine with nvcc."
         return Check(name="plugin library", status=Status.WARN, found="not built", remedy=remedy)
     return Check(name="plugin library", status=Status.OK, found=", ".join(libraries))
 

@@ -15,6 +15,7 @@ from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.engine.engine import Engine
 from trt_redknot.engine.response import Response
 from trt_redknot.engine.tokenizer import EngineTokenizer
+from trt_redknot.errors import RequestError
 from trt_redknot.reports.page import ArmText, PageInput, render_page, write_page
 from trt_redknot.reports.tables import arms_table
 from trt_redknot.request.request import Artifact, Request, Tokens
@@ -52,6 +53,8 @@ Example:
         budget: float, tau: float | None, epilogue: str, max_new_tokens: int, warm_up: bool, page: Path | None,
     ) -> None:  # fmt: skip
         """Ask one question about documents with reuse and without, and show what was saved and what it changed."""
+        if not question.strip():
+            raise RequestError("the question is empty", expected="some text", remedy="Give --question a question.")
         engine = Engine.open(engine_dir, comm, device=device)
         out = Output(engine.collectives.rank)
         tokenizer = EngineTokenizer(engine_dir)

@@ -25,7 +25,7 @@ from trt_redknot.evaluation.journal import RESULTS, read_journal
 from trt_redknot.evaluation.page import render_evaluation
 from trt_redknot.evaluation.runner import Evaluation
 from trt_redknot.evaluation.summary import Summary, summarise
-from trt_redknot.evaluation.tables import answers_table, detail_table, summary_table
+from trt_redknot.evaluation.tables import answers_table, detail_table, left_out_table, summary_table
 from trt_redknot.evaluation.variants import AXES, BASE_ENGINE, Variant, single, sweep
 from trt_redknot.reports.page import write_page
 
@@ -49,7 +49,7 @@ Examples:
   python run/evaluate.py sweep --engine engine --records examples/nano/records --output work/sweep --axis budget
   python run/evaluate.py report --output work/sweep           the page and tables again, from saved results
   python run/evaluate.py projections --geometry flash --length 65536 --length 440000
-  python run/evaluate.py nano --checkpoint examples/nano/checkpoint --records examples/nano/records --output work/nano
+  python run/evaluate.py nano --checkpoint work/nano/checkpoint --records examples/nano/records --output work/quality
   python run/evaluate.py freeze --name my-set records/hotpotqa.jsonl
 An evaluation that was stopped, by whatever means, goes on where it was when the same command is given again.
 """,
@@ -198,6 +198,9 @@ def _publish(out: Output, output: Path, summary: Summary, *, as_json: bool) -> N
         out.show(summary_table(summary), answers_table(summary))
         if len(summary.overall()) == 1:
             out.show(detail_table(summary, summary.overall()[0].variant))
+        left_out = left_out_table(summary)
+        if left_out is not None:
+            out.show(left_out)
     out.note(f"page: {output / PAGE}")
 
 

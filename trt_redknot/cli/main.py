@@ -49,9 +49,9 @@ Examples:
   python -m trt_redknot artifacts verify --store DIR --help      options of one command
 
 \b
-The other two commands of the project are scripts, because MPI starts them on several ranks:
+The other commands of the project are scripts, because MPI starts them on several ranks:
   python build_engine.py --help
-  mpirun -n 2 python -m mpi4py run/generate.py --help
+  mpirun -n 2 python -m mpi4py run/generate.py --help            and the rest of run/
 """,
 )
 def cli() -> None:

@@ -58,8 +58,8 @@ def load_rank(directory: Path, rank: int, size: int, device: torch.device, *, ve
     if manifest.tp_size != size:
         raise EngineError(
             "the engine was built for another number of ranks", expected=manifest.tp_size, found=size, path=directory,
-            remedy=f"Start it with mpirun -n {manifest.tp_size} and hand in MPI.COMM_WORLD, or build it with --tp "
-            f"{size}.",
+            remedy=f"Start it with mpirun -n {manifest.tp_size} python -m mpi4py ... (from Python: comm=MPI.COMM_WORLD), "
+            f"or build an engine with --tp {size}.",
         )  # fmt: skip
     by_plans = manifest.backend == "tensorrt"
     platform = _platform(manifest, device, directory) if by_plans else None
@@ -130,9 +130,9 @@ def find_device(name: str, comm: Intracomm | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise EngineError(
             "there is no such GPU",
-            expected=f"one of the {torch.cuda.device_count()} that torch sees",
+            expected=f"one of the GPUs that torch sees, of which there are {torch.cuda.device_count() or 'none'}",
             found=str(device),
-            remedy="python -m trt_redknot doctor says what is missing; device cpu always works.",
+            remedy="python -m trt_redknot doctor says what is missing; the torch backend runs on the cpu, too.",
         )
     return device
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trt_redknot.artifacts.locks import try_lock
 from trt_redknot.config.documents import parse_json_object, validated_json
 from trt_redknot.errors import ConfigError, RedKnotError
 from trt_redknot.evaluation.arms import PairResult
@@ -59,17 +59,17 @@ class Journal:
     def _lock(self) -> None:
         """Hold the file until it is closed: lines of two runs at once would be one run's with pairs twice."""
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise JournalError(
-                "another evaluation is writing these results", path=self.path,
-                remedy="Wait for it to end, or name another output folder.",
-            ) from error  # fmt: skip
+            held = try_lock(self._file, exclusive=True)
         except OSError as error:
             raise JournalError(
                 f"the results cannot be locked: {error.strerror or error}", path=self.path,
                 remedy="Name an output folder on a file system that supports flock.",
             ) from error  # fmt: skip
+        if not held:
+            raise JournalError(
+                "another evaluation is writing these results", path=self.path,
+                remedy="Wait for it to end, or name another output folder.",
+            )  # fmt: skip
 
     def _read(self, run: Mapping[str, Any]) -> None:
         try:

@@ -12,8 +12,15 @@ _HEAD = (
 
 
 def overall_markdown(summary: Summary, axis: str) -> str:
-    """One line a variant of the axis."""
-    return _table(summary, axis, [(group.value, group) for group in summary.overall(axis)])
+    """One line a variant of the axis, then one a record that a variant left out."""
+    table = _table(summary, axis, [(group.value, group) for group in summary.overall(axis)])
+    variants = [variant["name"] for variant in summary.run["variants"] if variant["axis"] == axis]
+    lines = [
+        f"- Left out of {entry['variant']}: {entry['id']}: {entry['reason']}"
+        for entry in summary.left_out
+        if entry["variant"] in variants
+    ]
+    return "\n".join([table, *lines, ""]) if lines else table
 
 
 def groups_markdown(summary: Summary, variant: str, by: str) -> str:

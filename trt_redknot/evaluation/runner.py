@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trt_redknot.digests import digest_json
 from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.digests import digest_json
 from trt_redknot.engine.manifest import EngineManifest
 from trt_redknot.engine.response import Response
 from trt_redknot.evaluation.arms import ArmRunner

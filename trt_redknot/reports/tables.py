@@ -20,7 +20,8 @@ _TOKENS_SHOWN = 16
 def arms_table(responses: Sequence[Response], texts: Sequence[str] | None = None) -> Table:
     """One column a response: arm, admission, rows by class, the four ledgers, fanout, KL of the first logits, tokens.
 
-    The KL divergence is against the first response of the recompute arm; without one the row is left out.
+    The KL divergence is against the first response that was asked to recompute, or had to; without one the row is left
+    out.
 
     Args:
         texts: the answers as text, one a response.
@@ -28,10 +29,11 @@ def arms_table(responses: Sequence[Response], texts: Sequence[str] | None = None
     table = Table(title="Arms", show_lines=False)
     table.add_column("measure", style="bold")
     for response in responses:
-        table.add_column(response.report.arm, justify="right", overflow="fold")
+        table.add_column(_heading(response.report), justify="right", overflow="fold")
     for title, value in _MEASURES:
         table.add_row(title, *(value(response.report) for response in responses))
-    reference = next((each for each in responses if each.report.arm == "recompute"), None)
+    recomputed = [each for each in responses if each.report.arm == "recompute"]
+    reference = min(recomputed, key=lambda each: each.report.fallback_reason is not None, default=None)
     if reference is not None and len(responses) > 1:
         table.add_row("KL of first logits, nats", *(_kl(reference, response) for response in responses))
     table.add_section()
@@ -39,6 +41,10 @@ def arms_table(responses: Sequence[Response], texts: Sequence[str] | None = None
     if texts is not None:
         table.add_row("text", *(escape(text) for text in texts))
     return table
+
+
+def _heading(report: Report) -> str:
+    return report.arm if report.fallback_reason is None else "reuse, refused"
 
 
 def admission_text(report: Report) -> str:

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,22 @@ class Endpoints:
     http: int
     grpc: int
     metrics: int
+
+    def check(self) -> None:
+        """Raise LaunchError for the first port that cannot be listened on: the server would find it after all ranks
+        have loaded the engine."""
+        for name in ("http", "grpc", "metrics"):
+            port: int = getattr(self, name)
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            with socket.socket(family) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    trial.bind((self.host, port))
+                except OSError as error:
+                    raise LaunchError(
+                        "a port cannot be listened on", expected=f"{self.host}:{port} to be free for {name}",
+                        found=error.strerror or error, remedy=f"Name another one with --{name}-port.",
+                    ) from error  # fmt: skip
 
 
 def server_command(
@@ -187,6 +204,8 @@ def serve(
         command = server_command(install, folder.resolve(), endpoints, exit_timeout_s=exit_timeout_s, extra=extra)
         if mode == "leader":
             command = leader_command(command, install, manifest.tp_size)
+        if not dry_run:
+            endpoints.check()
         if dry_run:
             print(shlex.join(command))
             print((folder / MODEL / "config.pbtxt").read_text(encoding="utf-8"), end="")

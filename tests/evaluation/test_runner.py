@@ -66,7 +66,7 @@ def test_results_of_another_engine_are_refused(
     other = dataclasses.replace(runner, engine=engine)  # type: ignore[arg-type]
     path = tmp_path / RESULTS
     Journal(path, evaluation(frozen, runner, []).describe()).close()
-    with pytest.raises(JournalError, match="of another run.*'engines'"):
+    with pytest.raises(JournalError, match=r"of another run.*'engines'"):
         Journal(path, evaluation(frozen, other, []).describe())
     Journal(path, evaluation(frozen, runner, []).describe()).close()
 

@@ -157,7 +157,13 @@ def test_a_prefill_that_fails_stops_reading_its_artifacts(
             raise FloatingPointError
 
     closed: list[Documents] = []
-    monkeypatch.setattr(Documents, "close", closed.append)
+    close = Documents.close
+
+    def note(documents: Documents) -> None:
+        closed.append(documents)
+        close(documents)
+
+    monkeypatch.setattr(Documents, "close", note)
     rank = rank_of(geometry, 1)
     context = dataclasses.replace(rank.context, ops=Failing(LocalCollectives()))
     failing, _ = dataclasses.replace(rank, context=context).metered(HostClock())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -257,6 +258,30 @@ def test_nothing_waits_behind_a_request_that_is_taken_in(linked: Linked) -> None
     assert service.cancelled == ["long"]
     for stream in service.streams:
         stream.put(FailedEvent(fault=ServingFault.CANCELLED, message="over"))
+
+
+def test_a_rank_ends_after_what_it_is_taking_in() -> None:
+    """A thread in a tokenizer when the process ends would abort it."""
+    here, there = (Channel(end) for end in socket.socketpair())
+    service = FakeService()
+    service.held["long"] = threading.Event()
+    link = FrontEndLink(service, there)
+    here.send(submission(1, request_id="long"))
+    here.send({"op": "stop"})
+    link.run()
+    ending = threading.Thread(target=link.join)
+    ending.start()
+    ending.join(0.1)
+    assert ending.is_alive()
+    service.refusal = ServingError(ServingFault.SHUTTING_DOWN, "the service ends")
+    service.held["long"].set()
+    ending.join(30)
+    assert not ending.is_alive()
+    last = here.receive()
+    assert last is not None
+    assert last["event"]["fault"] == "shutting_down"
+    here.close()
+    there.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from tests.support.interpreter import Interpreter
-from tests.support.networks import NetworkOptions, network, write_network
 from tests.support.plans import BFLOAT16
 from trt_redknot import Engine
 from trt_redknot.collectives import Collectives, from_communicator
@@ -28,15 +27,20 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 # The head sizes that our kernels serve; everything else as small as every kind of layer allows.
-OPTIONS = NetworkOptions(
-    kinds="scchcs", hash_layers=3, groups=2, heads_per_group=2, hca=8, window=12, topk=4, hidden=128, head_dim=512,
-    rope_dim=64, index_heads=64, index_dim=128, expert_width=128,
-)  # fmt: skip
+VOCAB = 97
+OPTIONS = {
+    "vocab": VOCAB,
+    "kinds": "scchcs", "hash_layers": 3, "groups": 2, "heads_per_group": 2, "hca": 8, "window": 12, "topk": 4,
+    "hidden": 128, "head_dim": 512, "rope_dim": 64, "index_heads": 64, "index_dim": 128, "expert_width": 128,
+}  # fmt: skip
 
 
 def write_plan_network(directory: Path, seed: int) -> Path:
     """A checkpoint whose expert weights are what FP8 blocks can hold, so that plans and ops read the same numbers."""
-    model = network(NetworkOptions(**{**OPTIONS.__dict__, "seed": seed}))
+    # Here, because it brings transformers along, which the ranks of a job need not wait for.
+    from tests.support.networks import NetworkOptions, network, write_network
+
+    model = network(NetworkOptions(**OPTIONS, seed=seed))  # type: ignore[arg-type]
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if name.endswith(("experts.gate_up_proj", "experts.down_proj")):

@@ -58,7 +58,7 @@ def load_rank(directory: Path, rank: int, size: int, device: torch.device, *, ve
     if manifest.tp_size != size:
         raise EngineError(
             "the engine was built for another number of ranks", expected=manifest.tp_size, found=size, path=directory,
-            remedy=f"Start it with mpirun -n {manifest.tp_size} python -m mpi4py ... (from Python: comm=MPI.COMM_WORLD), "
+            remedy=f"Start it with mpirun -n {manifest.tp_size} python -m mpi4py ... (in Python: comm=MPI.COMM_WORLD), "
             f"or build an engine with --tp {size}.",
         )  # fmt: skip
     by_plans = manifest.backend == "tensorrt"

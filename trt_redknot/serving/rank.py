@@ -43,6 +43,7 @@ _log = logging.getLogger("trt_redknot.serving.rank")
 class _Open:
     """A request of the front end that has not ended; no stream while its texts become tokens."""
 
+    thread: threading.Thread
     stream: Stream | None = None
     cancelled: bool = False
 
@@ -83,16 +84,27 @@ class FrontEndLink:
                     raise ChannelError("the front end sent an unknown message", found=other)
         raise ChannelError("the front end is gone")
 
+    def join(self) -> None:
+        """Wait for what is still being answered. The service is closed: texts become tokens to their end at most.
+
+        A process that ends while a thread of it is in a tokenizer is aborted.
+        """
+        with self._lock:
+            threads = [request.thread for request in self._open.values()]
+        for thread in threads:
+            thread.join()
+
     def _reply(self, message: dict[str, Any], value: object) -> None:
         self._channel.send({"op": "reply", "call": message["call"], "value": value})
 
     def _submit(self, message: dict[str, Any]) -> None:
         number = int(message["stream"])
         kind = BuildRequest if message["kind"] == "build" else ServingRequest
+        thread = threading.Thread(target=self._answer, args=(number, kind, message["request"]), daemon=True)
         # Known from now on: a cancellation may come before there is a stream.
         with self._lock:
-            self._open[number] = _Open()
-        threading.Thread(target=self._answer, args=(number, kind, message["request"]), daemon=True).start()
+            self._open[number] = _Open(thread=thread)
+        thread.start()
 
     def _cancel(self, number: int) -> None:
         with self._lock:
@@ -116,12 +128,12 @@ class FrontEndLink:
         except RedKnotError as error:
             last = FailedEvent(fault=ServingFault.INVALID_REQUEST, message=str(error))
         finally:
+            # Where the front end is gone, `run` sees it too.
+            with contextlib.suppress(ChannelError):
+                if last is not None:
+                    self._send(number, last)
             with self._lock:
                 del self._open[number]
-            if last is not None:
-                # Where the front end is gone, `run` sees it too.
-                with contextlib.suppress(ChannelError):
-                    self._send(number, last)
 
     def _forward(self, number: int, stream: Stream) -> None:
         with self._lock:
@@ -176,11 +188,13 @@ def _serve_first(config: ServingConfig, comm: Intracomm | None, channel: Channel
     service = Service.open(config, comm)
     channel.send({"op": "ready"})
     end_when(lambda: service.health().state is State.UNHEALTHY, "the service is unhealthy")
+    link = FrontEndLink(service, channel)
     try:
-        FrontEndLink(service, channel).run()
+        link.run()
     finally:
         end_after(_GRACE_S, "the service does not close")
         service.close()
+        link.join()
 
 
 def _serve_other(config: ServingConfig, comm: Intracomm | None, channel: Channel) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tests.engine.ranks.job import make_engine, start
 from tests.engine.ranks.scenario import Scenario, answer_all, make_scenario
-from tests.support.plan_engine import OPTIONS, load_for_plans, write_plan_network
+from tests.support.plan_engine import VOCAB, load_for_plans, write_plan_network
 from tests.support.plans import PACKED
 from trt_redknot import ArtifactStore
 from trt_redknot.artifacts.contents import Part
@@ -46,7 +46,7 @@ class Reference:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder, seed = tmp_path_factory.mktemp("reference"), random.randrange(2**31)
     checkpoint = write_plan_network(folder / "checkpoint", seed)
-    scenario = make_scenario(seed, OPTIONS.vocab)
+    scenario = make_scenario(seed, VOCAB)
     # A single row; a request that omits rows to the end; a batch of both arms that is decoded together.
     scenario["batches"] = [scenario["batches"][index] for index in (0, 3, 5)]
     engine = make_engine(checkpoint, folder / "engine", None, chunk_rows=1000)

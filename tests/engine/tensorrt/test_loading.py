@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.ranks.job import make_engine
 from tests.support.fake_tensorrt import FakeCuda, Journal, fake_module
 from tests.support.interpreter import Interpreter
-from tests.support.plan_engine import OPTIONS, load_for_plans, write_plan_network
+from tests.support.plan_engine import VOCAB, load_for_plans, write_plan_network
 from trt_redknot import Engine, Request, Tokens
 from trt_redknot.digests import digest_file
 from trt_redknot.engine import engine as engine_module
@@ -100,7 +100,7 @@ def test_an_engine_of_plans_opens_and_answers(machine: Machine, monkeypatch: pyt
     monkeypatch.setattr(engine_module, "load_rank", on_cpu)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 5}))
     engine = Engine.open(machine.directory, device="cpu")
-    tokens = [random.randrange(OPTIONS.vocab) for _ in range(30)]
+    tokens = [random.randrange(VOCAB) for _ in range(30)]
     response = engine.generate(Request(segments=[Tokens(tokens)], max_new_tokens=2, stop_tokens=[]))
     assert len(response.tokens) == 2
     assert bool(response.first_logits.isfinite().all())

@@ -29,11 +29,11 @@ PROJECT = Path(__file__).resolve().parents[3]
 SCRIPT = PROJECT / "run" / "train_nano.py"
 TOY = dataclasses.replace(SMALL, layers=4, head_dim=16, sinkhorn=2)
 RECIPE = Recipe(
-    sizes=TOY, seed=3, steps=3 * REPORT, lengths=(64, 128), ends=(0.5, 1.0), tokens=256, rate=3e-3, warmup=20,
+    sizes=TOY, seed=3, steps=3 * REPORT, lengths=(64, 128), ends=(0.5, 1.0), tokens=128, rate=3e-3, warmup=20,
     subject_layer=3,
 )  # fmt: skip
 OFTEN = 2
-BRIEF = dataclasses.replace(RECIPE, steps=3 * OFTEN, tokens=128)
+BRIEF = dataclasses.replace(RECIPE, steps=3 * OFTEN)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,8 +128,8 @@ def script() -> ModuleType:
 
 
 def arguments(output: Path, *more: str) -> list[str]:
-    return ["--output", str(output), "--small", "--steps", str(2 * OFTEN), "--tokens", "128", "--lengths", "64", "--workers", "1",
-            "--score-lengths", "256", "--score-prompts", "1", *more]  # fmt: skip
+    return ["--output", str(output), "--small", "--steps", str(2 * OFTEN), "--tokens", "128", "--lengths", "64",
+            "--workers", "1", "--score-lengths", "256", "--score-prompts", "1", *more]  # fmt: skip
 
 
 def test_the_command_pauses_resumes_and_leaves_a_checkpoint(

@@ -95,7 +95,13 @@ def test_experts_in_fp8(tmp_path: Path) -> None:
     found = {experts: answers(engine, store, documents, question) for experts, engine in engines.items()}
     assert all(each[0].report.arm == "reuse" for each in found.values())
     assert len(store.ls()) == 4, "artifacts of rounded and of plain experts are told apart"
-    assert 1e-9 < kl_divergence(found["same"][1].first_logits, found["fp8"][1].first_logits) < 0.1
+    far = []
+    for _ in range(9):
+        prompt = Request(segments=[Tokens([draw.randrange(97) for _ in range(40)])], max_new_tokens=1, reuse=None)
+        plain, rounded = (engine.generate(prompt).first_logits for engine in engines.values())
+        far.append(float((plain - rounded).norm() / plain.norm()))
+    # Ties that fall the other way are far off for that alone; half of the prompts have none that matters.
+    assert 1e-4 < sorted(far)[2] < 0.3, far
     sizes = {experts: expert_bytes(tmp_path / experts / "engine") for experts in engines}
     assert sizes["fp8"] < 0.27 * sizes["same"], "a byte and a scale a block, not four bytes"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trt_redknot.errors import EngineError
-from trt_redknot.ops.cuda.library import load_kernels
+from trt_redknot.ops.cuda.elementwise import call_op
 from trt_redknot.ops.tables import AttentionTable
 
 HEAD_DIM = 512
@@ -46,13 +45,9 @@ def seg_latent_attention(
     Raises:
         EngineError: the libraries are missing, or a tensor has a dtype, shape or device that the kernel does not serve.
     """
-    load_kernels()
     outputs = torch.empty_like(q_global), torch.empty_like(q_local)
-    try:
-        torch.ops.redknot.seg_latent_attention(
-            *outputs, q_global, q_local, table.segments, table.row_segments, table.positions, table.visible, latents,
-            entries, selected, sinks_global.float(), sinks_local.float(), rope.float(), window,
-        )  # fmt: skip
-    except (RuntimeError, NotImplementedError) as error:
-        raise EngineError("seg_latent_attention refused its inputs", found=str(error).splitlines()[0]) from error
+    call_op(
+        "seg_latent_attention", *outputs, q_global, q_local, table.segments, table.row_segments, table.positions,
+        table.visible, latents, entries, selected, sinks_global.float(), sinks_local.float(), rope.float(), window,
+    )  # fmt: skip
     return outputs

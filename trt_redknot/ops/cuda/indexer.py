@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trt_redknot.errors import EngineError
+from trt_redknot.ops.cuda.elementwise import call_op
 from trt_redknot.ops.cuda.library import load_kernels
 from trt_redknot.ops.tables import AttentionTable
 
@@ -54,11 +54,8 @@ def lightning_indexer(
     rows = max(_LEAST_ROWS, min(q_RHI.shape[0], _SCORE_BYTES // max(1, 4 * entries)))
     size = torch.ops.redknot.lightning_indexer_workspace(entries, rows)
     workspace = torch.empty(size, dtype=torch.uint8, device=q_RHI.device)
-    try:
-        torch.ops.redknot.lightning_indexer(
-            selected, workspace, q_RHI, weights_RH, keys_EI, table.segments, table.row_segments, table.positions,
-            table.visible, rope.float(), fp8,
-        )  # fmt: skip
-    except (RuntimeError, NotImplementedError) as error:
-        raise EngineError("lightning_indexer refused its inputs", found=str(error).splitlines()[0]) from error
+    call_op(
+        "lightning_indexer", selected, workspace, q_RHI, weights_RH, keys_EI, table.segments, table.row_segments,
+        table.positions, table.visible, rope.float(), fp8,
+    )  # fmt: skip
     return selected

@@ -5,11 +5,15 @@
 #   make plugins  build the CUDA and TensorRT libraries     make clean    remove what the targets made
 #   make lock     write requirements/constraints.txt from the environment
 # Settings: PYTHON (interpreter that makes the environment), VENV (where it goes), TEST_WORKERS, PYTEST_ARGS.
+# Where nvcc is, make test compiles the libraries too, beside the installation and the checks of style and types, which
+# keep one core busy each.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
+# Compiled modules are kept whatever the environment says: every rank of every test would compile them again.
+export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?=
 VENV ?= .venv
@@ -21,13 +25,18 @@ REQUIREMENTS := requirements/runtime.txt requirements/test.txt requirements/cons
   requirements/tensorrt.txt requirements/typings.txt requirements/repair_typings.py requirements/triton.txt \
   requirements/triton_python.txt requirements/arrange_triton.py
 # The stamp names the content of everything the environment is made from, so that a changed pin makes it anew.
-STAMP := $(VENV)/.installed-$(shell cat $(REQUIREMENTS) pyproject.toml setup.py | cksum | tr ' ' '-')
+CONTENT := $(shell cat $(REQUIREMENTS) pyproject.toml setup.py | cksum | tr ' ' '-')
+STAMP := $(VENV)/.installed-$(CONTENT)
+# What setup.py needs is there first, so that the kernels compile while the rest is installed.
+TOOLS := $(VENV)/.tools-$(CONTENT)
+# What is used of the packages is compiled at its first import, which is at the end of the installation.
+PIP := "$(BIN)/python" -m pip install --no-compile --quiet --disable-pip-version-check
 SOURCES := trt_redknot tests examples run benches triton build_engine.py setup.py
 PRESENT = $(wildcard $(SOURCES))
 TYPED = trt_redknot $(wildcard build_engine.py run/*.py examples/*.py examples/*/*.py)
 CUDA_SOURCES = $(shell find plugins -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \) 2>/dev/null)
 
-.PHONY: help demo test lint format venv plugins lock clean
+.PHONY: help demo test lint format venv plugins kernels compiled lock clean
 
 help:
 	@sed -n '2,7s/^# \{0,1\}//p' Makefile
@@ -35,8 +44,9 @@ help:
 demo: venv
 	@$(BIN)/python run/demo.py
 
-test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --durations=20 $(PYTEST_ARGS)
+test:
+	@$(MAKE) --jobs=2 lint compiled
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 $(PYTEST_ARGS)
 
 lint: venv
 	@echo "ruff check";  $(BIN)/ruff check $(PRESENT)
@@ -56,7 +66,7 @@ endif
 
 venv: $(STAMP)
 
-$(STAMP):
+$(TOOLS):
 	@python="$(PYTHON)"; \
 	if [[ -z "$$python" ]]; then \
 	  for candidate in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -73,18 +83,29 @@ $(STAMP):
 	  echo "error: $$python cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; \
 	fi; \
 	if [[ ! -x "$(BIN)/python" ]]; then echo "making $(VENV) with $$("$$python" --version)"; "$$python" -m venv "$(VENV)"; fi; \
-	echo "installing the pinned requirements into $(VENV)"; \
-	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt -r requirements/test.txt -c requirements/constraints.txt; \
-	if command -v nvcc >/dev/null; then "$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/plugins.txt; fi; \
-	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/tensorrt.txt || echo "TensorRT for RTX cannot be installed here: tests that compile plans will be skipped"; \
-	{ "$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/triton.txt && "$(BIN)/python" requirements/arrange_triton.py; } || echo "a Triton server cannot be installed here: tests that run one will be skipped"; \
-	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$(VENV)/typings" -r requirements/typings.txt; \
+	if command -v nvcc >/dev/null; then $(PIP) setuptools -c requirements/constraints.txt; fi; \
+	rm -f "$(VENV)"/.tools-*; touch "$(TOOLS)"
+
+$(STAMP): | $(TOOLS)
+	@echo "installing the pinned requirements into $(VENV)"; \
+	$(PIP) -r requirements/runtime.txt -r requirements/test.txt -c requirements/constraints.txt; \
+	if command -v nvcc >/dev/null; then $(PIP) --no-deps -r requirements/plugins.txt; fi; \
+	$(PIP) --no-deps -r requirements/tensorrt.txt || echo "TensorRT for RTX cannot be installed here: tests that compile plans will be skipped"; \
+	{ $(PIP) --no-deps -r requirements/triton.txt && "$(BIN)/python" requirements/arrange_triton.py; } || echo "a Triton server cannot be installed here: tests that run one will be skipped"; \
+	$(PIP) --no-deps --upgrade --target "$(VENV)/typings" -r requirements/typings.txt; \
 	"$(BIN)/python" requirements/repair_typings.py "$(VENV)/typings"; \
-	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .; \
+	$(PIP) --no-deps --no-build-isolation --editable .; \
+	"$(BIN)/python" -c "import transformers, trt_redknot; transformers.DeepseekV4ForCausalLM, trt_redknot.Engine"; \
 	rm -f "$(VENV)"/.installed-*; touch "$(STAMP)"
 
 plugins: venv
 	@$(BIN)/python setup.py build_plugins
+
+kernels: $(TOOLS)
+	@if command -v nvcc >/dev/null; then MAKEFLAGS=--no-print-directory $(BIN)/python setup.py build_plugins --kernels-only; fi
+
+compiled: kernels venv
+	@MAKEFLAGS=--no-print-directory $(BIN)/python setup.py build_plugins
 
 # A local version label (torch 2.13.0+cpu) names a build of the same release: the lock keeps the release.
 lock: venv

@@ -37,10 +37,13 @@ class BuildPlugins(Command):
     user_options = [  # noqa: RUF012 (the attribute of setuptools.Command)
         ("cmake-args=", None, "more arguments for cmake, for example -DTENSORRT_ROOT=/opt/tensorrt"),
         ("jobs=", "j", "parallel compile jobs"),
+        ("kernels-only", None, "compile the kernels, which need neither torch nor TensorRT, and put nothing anywhere"),
     ]
+    boolean_options = ["kernels-only"]  # noqa: RUF012 (the attribute of setuptools.Command)
 
     def initialize_options(self) -> None:
         self.cmake_args = ""
+        self.kernels_only = False
         self.jobs: str | None = None
         self.build_lib: str | None = None
         self.editable_mode = False
@@ -83,6 +86,7 @@ class BuildPlugins(Command):
         work = ROOT / "build" / "plugins"
         libraries = work / "lib"
         jobs = self.jobs or str(os.cpu_count() or 1)
+        adapters = "OFF" if self.kernels_only else "ON"
         configure = [
             "cmake",
             "-S",
@@ -92,15 +96,22 @@ class BuildPlugins(Command):
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={libraries}",
             f"-DREDKNOT_PYTHON={sys.executable}",
+            f"-DREDKNOT_TORCH={adapters}",
+            f"-DREDKNOT_TENSORRT={adapters}",
             *self.cmake_args.split(),
         ]
-        for command in (configure, ["cmake", "--build", str(work), "--parallel", jobs]):
+        build = ["cmake", "--build", str(work), "--parallel", jobs]
+        if self.kernels_only:
+            build += ["--target", "redknot_kernels"]
+        for command in (configure, build):
             self.announce(" ".join(command), level=2)
             if subprocess.run(command, check=False).returncode:
                 raise ExecError(
                     f"{' '.join(command)} failed, see its output above. "
                     "To install without the plugins: TRT_REDKNOT_PLUGINS=off pip install ."
                 )
+        if self.kernels_only:
+            return
         destination = target / "trt_redknot" / "lib"
         destination.mkdir(parents=True, exist_ok=True)
         for library in sorted(libraries.glob("*.so")):

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from benches.common import WINDOW, AttentionCase, Layout, Row, attention_case, median_ms
+from benches.common import WINDOW, AttentionCase, Layout, attention_case, relative_error
+from benches.measure import Case, Peer, worst
 from trt_redknot.ops.cuda.library import load_kernels
+from trt_redknot.ops.reference import attention as reference
 
 HEAD_DIM = 512
+SAMPLE = 24  # rows at either end that are compared with the reference
+# bf16 outputs, bf16 rotated queries and probabilities of 8 to 11 bits: each contributes about 2^-9.
+TOLERANCE = 6e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +64,41 @@ def make_case(shape: Shape, *, packed: bool, seed: int) -> AttentionCase:
     )  # fmt: skip
 
 
-def our_call(case: AttentionCase) -> Callable[[], None]:
+def our_call(case: AttentionCase, fill: float | None = None) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """The op on one pair of outputs, which it fills first where `fill` is given."""
     load_kernels()
     outputs = torch.empty_like(case.q_global), torch.empty_like(case.q_local)
 
-    def call() -> None:
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        if fill is not None:
+            for output in outputs:
+                output.fill_(fill)
         torch.ops.redknot.seg_latent_attention(
             *outputs, case.q_global, case.q_local, case.table.segments, case.table.row_segments, case.table.positions,
             case.table.visible, case.latents, case.entries, case.selected, case.sinks_global, case.sinks_local,
             case.rope, WINDOW,
         )  # fmt: skip
+        return outputs
 
     return call
+
+
+def error(case: AttentionCase) -> float:
+    """Of the first and last rows: the distance from the fp64 reference over what the pools hold."""
+    found = our_call(case, fill=float("nan"))()
+    rows = case.q_global.shape[0]
+    entries = None if case.entries_plain is None else case.entries_plain.double()
+    errors = []
+    for picked in (slice(0, SAMPLE), slice(rows - SAMPLE, rows)):
+        wanted = reference.seg_latent_attention(
+            case.q_global[picked].double(), case.q_local[picked].double(), case.table.rows(picked),
+            case.latents_plain.double(), entries, None if case.selected is None else case.selected[picked],
+            case.sinks_global.double(), case.sinks_local.double(), case.rope.double(), window=WINDOW,
+        )  # fmt: skip
+        errors += [relative_error(got[picked], want) for got, want in zip(found, wanted, strict=True)]
+    if not all(bool(output.isfinite().all()) for output in found):
+        return float("inf")
+    return worst(*((value, TOLERANCE) for value in errors))
 
 
 def keys_per_row(shape: Shape) -> int:
@@ -78,33 +106,42 @@ def keys_per_row(shape: Shape) -> int:
     return WINDOW + entries
 
 
-def peer_ms(shape: Shape) -> float | None:
-    """FlashMLA on as many keys, bf16, heads padded to 64; None where the package is not installed."""
+def peers(shape: Shape) -> tuple[Peer, ...]:
+    """FlashMLA on as many keys, bf16, heads padded to 64, where the package is installed."""
     try:
         from flash_mla import flash_mla_sparse_fwd  # type: ignore[import-not-found]
     except ImportError:
-        return None
+        return ()
     heads = -(-sum(shape.heads) // 64) * 64
     q = torch.randn((shape.rows, heads, HEAD_DIM), device="cuda", dtype=torch.bfloat16)
     pool = torch.randn((shape.context, 1, HEAD_DIM), device="cuda", dtype=torch.bfloat16)
     keys = -(-keys_per_row(shape) // 128) * 128
     chosen = torch.randint(0, shape.context, (shape.rows, 1, keys), device="cuda", dtype=torch.int32)
-    return median_ms(lambda: flash_mla_sparse_fwd(q, pool, chosen, HEAD_DIM**-0.5, d_v=HEAD_DIM, use_legacy=True))
+    call = lambda: flash_mla_sparse_fwd(q, pool, chosen, HEAD_DIM**-0.5, d_v=HEAD_DIM, use_legacy=True)  # noqa: E731
+    return (Peer(name="FlashMLA", call=call),)
 
 
-def run(*, packed: bool = True, seed: int = 0) -> Iterator[Row]:
-    """One row a shape. Operations are those of the heads that exist, not of padding."""
-    for shape in SHAPES:
-        ms = median_ms(our_call(make_case(shape, packed=packed, seed=seed)))
-        full = int(shape.rows * shape.full)
-        head_rows = shape.rows * shape.heads[0] + full * shape.heads[1]
-        keys = keys_per_row(shape)
-        row_bytes = 584 if packed else 2 * HEAD_DIM
-        yield Row(
-            name=f"{shape.name} ({'packed' if packed else 'bf16'})",
-            ms=ms,
-            operations=4.0 * head_rows * keys * HEAD_DIM,
-            moved=float(shape.rows * keys * row_bytes if shape.top_k else shape.context * row_bytes),
-            peer_ms=peer_ms(shape),
-            target=shape.target if packed else None,
-        )
+def cases(*, seed: int = 0) -> Iterator[Case]:
+    """Packed pools, then bf16 ones. Operations are those of the heads that exist, not of padding."""
+    for packed in (True, False):
+        for shape in SHAPES:
+            yield _case(shape, packed=packed, seed=seed)
+
+
+def _case(shape: Shape, *, packed: bool, seed: int) -> Case:
+    case = make_case(shape, packed=packed, seed=seed)
+    full = int(shape.rows * shape.full)
+    head_rows = shape.rows * shape.heads[0] + full * shape.heads[1]
+    keys = keys_per_row(shape)
+    row_bytes = 584 if packed else 2 * HEAD_DIM
+    return Case(
+        op=f"attention {'packed' if packed else 'bf16'}",
+        shape=shape.name,
+        call=our_call(case),
+        error=lambda: error(case),
+        operations=4.0 * head_rows * keys * HEAD_DIM,
+        moved=float(shape.rows * keys * row_bytes if shape.top_k else shape.context * row_bytes),
+        peers=peers(shape),
+        target=shape.target if packed else None,
+        graph=False,
+    )

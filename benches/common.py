@@ -1,9 +1,9 @@
-"""Random inputs of the GPU ops, for tests and benches alike, and how times are taken."""
+"""Random inputs of the attention ops and the comparison of results, for tests and benches alike."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -201,86 +201,6 @@ def attention_case(
         latents_plain=latents_plain,
         entries_plain=entries_plain,
     )
-
-
-def median_ms(call: Callable[[], object], *, repeats: int = 20, warmup: int = 3) -> float:
-    """Median device time of one call in milliseconds, between events on the current stream."""
-    for _ in range(warmup):
-        call()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One measured kernel.
-
-    Attributes:
-        operations, moved: floating-point operations and bytes of device memory that the op has to do at least.
-        peer_ms: what the time is compared with.
-        target: least ratio of the peer's time to ours.
-    """
-
-    name: str
-    ms: float
-    operations: float
-    moved: float
-    peer_ms: float | None = None
-    target: float | None = None
-
-    @property
-    def ratio(self) -> float | None:
-        return None if self.peer_ms is None else self.peer_ms / self.ms
-
-    @property
-    def met(self) -> bool | None:
-        return None if self.target is None or self.ratio is None else self.ratio >= self.target
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ceilings:
-    """What this GPU does at best, measured: bytes (read plus written) and operations a second."""
-
-    copy_bytes: float
-    bf16_operations: float
-    fp8_operations: float
-
-    def text(self) -> str:
-        return (
-            f"copy {self.copy_bytes / 1e12:.2f} TB/s, bf16 {self.bf16_operations / 1e12:.0f} TFLOP/s, "
-            f"fp8 {self.fp8_operations / 1e12:.0f} TFLOP/s"
-        )
-
-
-def copy_bandwidth(size: int = 2**32) -> float:
-    """Bytes a second of a large device copy, read and written bytes both counted."""
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2e3 * size / median_ms(lambda: target.copy_(source), repeats=10)
-
-
-def measure_ceilings() -> Ceilings:
-    """A large device copy, and matrix products on random data; of two shapes the faster."""
-    copy = copy_bandwidth()
-    one = torch.ones((), device="cuda")
-    bf16 = fp8 = 0.0
-    for m, n, k in ((8192, 4096, 4096), (8192, 8192, 8192)):
-        a, b = torch.randn((m, k), device="cuda"), torch.randn((n, k), device="cuda")
-        x, y = a.bfloat16(), b.bfloat16().T
-        bf16 = max(bf16, 2e3 * m * n * k / median_ms(lambda x=x, y=y: x @ y))  # type: ignore[misc]
-        u, v = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).T
-        product = lambda u=u, v=v: torch._scaled_mm(  # noqa: E731
-            u, v, one, one, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-        fp8 = max(fp8, 2e3 * m * n * k / median_ms(product))
-    return Ceilings(copy_bytes=copy, bf16_operations=bf16, fp8_operations=fp8)
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:

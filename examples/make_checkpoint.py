@@ -125,7 +125,7 @@ def write_checkpoint(output: Path, seed: int, dtype: torch.dtype) -> int:
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 def main(output: Path, seed: int, dtype: str) -> None:
     """Write a small DeepSeek-V4 checkpoint with random weights and the example tokenizer."""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     parameters = write_checkpoint(output, seed, torch.float32 if dtype == "float32" else torch.bfloat16)
     click.echo(f"{output}: {parameters:,} parameters, seed {seed}, {dtype}")
 

@@ -22,7 +22,7 @@ import torch
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.cli.command import run_command
 from trt_redknot.cli.output import Output
-from trt_redknot.collectives import Collectives, from_communicator
+from trt_redknot.collectives import Collectives, LocalCollectives, from_communicator
 from trt_redknot.collectives.device import connect
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.policy import ReusePolicy
@@ -32,15 +32,21 @@ from trt_redknot.engine.loading import find_device
 from trt_redknot.engine.manifest import ExpertStorage
 from trt_redknot.engine.tiles import TileOptions
 from trt_redknot.evaluation.metering import DeviceClock, measure_ceilings
-from trt_redknot.evaluation.standin import StandInArtifact, StandInCollectives, make_rank
+from trt_redknot.evaluation.standin import StandInArtifact, StandInCollectives, StandInRank, make_rank
 from trt_redknot.evaluation.ttft import distance, document_length
 from trt_redknot.evaluation.ttft_report import print_run, write_page
 from trt_redknot.evaluation.ttft_run import measure_length
 from trt_redknot.ops.cuda.library import KERNEL_LIBRARY, library_folder
 
-# Both arms round in bf16 in another order; a fault in a kernel or a table is an error of the size of the logits.
-TOLERANCE = 0.15
+# Both arms round in bf16 in another order, and a random network routes near ties as rounding has it: 0.05 by the
+# references, 0.15 and 0.20 by the kernels on one GPU and on two. Faults are larger: entries that are off by one 0.29,
+# latents that are off by one 0.48, latents that are not rotated 1.07 (a small network, by the references).
+TOLERANCE = 0.25
 CHECKED_LENGTH = 2048 + 256
+# Alone, a network of its own is checked: as many layers and experts as have room beside the rank's.
+CHECKED_LAYERS = 9
+CHECKED_EXPERTS = 32
+CHECKED_VOCAB = 4096
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -51,7 +57,9 @@ CHECKED_LENGTH = 2048 + 256
 @click.option("--documents", type=click.IntRange(1), default=8)
 @click.option("--budget", "budgets", type=click.FloatRange(0, 1), multiple=True, default=(0.10,))
 @click.option("--tail", type=click.IntRange(0), default=32768)
-@click.option("--chunk-rows", type=click.IntRange(1), default=8192)
+@click.option(
+    "--chunk-rows", type=click.IntRange(1), help="Rows of a chunk, at most; left out: what memory has room for."
+)
 @click.option("--repeat", type=click.IntRange(1), default=5)
 @click.option("--artifacts", "place", type=click.Choice(["device", "host"]), default="device", help="Where they lie.")
 @click.option(
@@ -65,7 +73,7 @@ CHECKED_LENGTH = 2048 + 256
 @torch.inference_mode()
 def main(
     name: str, tp: int, layers: int | None, lengths: tuple[int, ...], documents: int, budgets: tuple[float, ...],
-    tail: int, chunk_rows: int, repeat: int, place: str, form: str, experts: str,
+    tail: int, chunk_rows: int | None, repeat: int, place: str, form: str, experts: str,
     read_ahead: int, decode: int,
     json_file: Path | None, page: Path | None,
 ) -> None:  # fmt: skip
@@ -80,16 +88,12 @@ def main(
     geometry = _geometry(name, layers)
     depth = read_ahead if place == "host" else 0
     rank = make_rank(
-        geometry, collectives, chunk_rows=chunk_rows, length=max(lengths) + decode + 2, dtype=torch.bfloat16,
+        geometry, collectives, chunk_rows=chunk_rows, length=max(lengths) + decode + 16, dtype=torch.bfloat16,
         device=device, tiles=TileOptions(depth=depth), experts=cast("ExpertStorage", experts),
     )  # fmt: skip
     out = Output()
     ceilings = measure_ceilings(device)
-    away = distance(rank.context, CHECKED_LENGTH, 4)
-    if away > TOLERANCE:
-        raise click.ClickException(
-            f"a request with all documents protected is {away:.3f} away from recomputation, more than {TOLERANCE}"
-        )
+    away = _distance(rank, geometry, device) if comm is None else distance(rank.context, CHECKED_LENGTH, 4)
     arms = {"recompute": None, **_policies(budgets, tail)}
     result: dict[str, Any] = {
         "evidence": "measured",
@@ -97,6 +101,7 @@ def main(
         "real_ranks": comm is not None,
         "geometry": name,
         "layers": geometry.layers,
+        "chunk_rows": rank.context.chunk_rows,
         "experts": experts,
         "artifacts": {"place": place, "format": form, "read_ahead": depth},
         "machine": _machine(device),
@@ -121,13 +126,38 @@ def main(
                 form=artifact_form, decode=decode if length == max(lengths) else 0, turn_done=lambda: advance(1),
             )  # fmt: skip
         result["lengths"].append({**measured, "peak_gib": torch.cuda.max_memory_allocated() / 2**30})
+        # What is cached for one length does not fit the next.
         del artifacts
+        torch.cuda.empty_cache()
     if collectives.rank == 0 or comm is None:
         print_run(out, result)
         if json_file is not None:
             json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if page is not None:
             write_page(page, [result])
+    # Not-a-number is no distance either.
+    if not away <= TOLERANCE:
+        raise click.ClickException(
+            f"a request with all documents protected is {away:.3f} away from recomputation, more than {TOLERANCE}: "
+            "the figures above are those of wrong answers"
+        )
+
+
+def _distance(rank: StandInRank, geometry: ModelGeometry, device: torch.device) -> float:
+    """`distance` of a whole network with the same layers, few of them and with few experts: a rank whose fellows are
+    replaced computes no row's real answer."""
+    few = dataclasses.replace(
+        geometry, attention_kinds=geometry.attention_kinds[:CHECKED_LAYERS],
+        router_kinds=geometry.router_kinds[:CHECKED_LAYERS], experts=CHECKED_EXPERTS, vocab=CHECKED_VOCAB,
+    )  # fmt: skip
+    checked = make_rank(
+        few, LocalCollectives(), chunk_rows=rank.context.chunk_rows, length=CHECKED_LENGTH + 1, dtype=torch.bfloat16,
+        device=device, tiles=TileOptions(depth=0),
+    )  # fmt: skip
+    away = distance(checked.context, CHECKED_LENGTH, 4)
+    del checked
+    torch.cuda.empty_cache()
+    return away
 
 
 def _geometry(name: str, layers: int | None) -> ModelGeometry:

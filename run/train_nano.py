@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from trt_redknot.cli.command import run_command  # noqa: E402
 from trt_redknot.cli.output import Output  # noqa: E402
 from trt_redknot.errors import CheckpointError, LaunchError  # noqa: E402
 from trt_redknot.evaluation.nano.card import model_card  # noqa: E402
+from trt_redknot.evaluation.nano.lean import LeanNetwork  # noqa: E402
 from trt_redknot.evaluation.nano.network import SMALL, NanoSizes, round_to_checkpoint, write_checkpoint  # noqa: E402
 from trt_redknot.evaluation.nano.scores import Scores, ablate, distance, score  # noqa: E402
 from trt_redknot.evaluation.nano.training import Recipe, Trainer  # noqa: E402
@@ -28,15 +30,15 @@ STATE = "state.safetensors"
 LOG = "log.jsonl"
 CHECKPOINT = "checkpoint"
 _SAVE_S = 90.0
-_LOGGED_EVERY = 5
+_STEPS = 4000
 
 
 @click.command(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="""\b
 Examples:
-  python run/train_nano.py --output work/nano --minutes 14 --device cuda --compile      the published checkpoint
-  python run/train_nano.py --output work/nano --minutes 14 --device cuda --compile --pause-after 8
+  python run/train_nano.py --output work/nano --minutes 14 --device cuda                the published checkpoint
+  python run/train_nano.py --output work/nano --minutes 14 --device cuda --pause-after 8
                                              stops after 8 minutes; the same command goes on where it stopped
   python run/train_nano.py --output work/tiny --small --steps 200 --tokens 2048         a few minutes on a CPU
 """,
@@ -44,7 +46,7 @@ Examples:
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder of checkpoint, state and log.")
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Training time over all resumptions.")
 @click.option("--pause-after", type=click.FloatRange(0), help="Minutes after which this call saves its state and ends.")
-@click.option("--steps", type=click.IntRange(1), default=4000, show_default=True, help="Most steps.")
+@click.option("--steps", type=click.IntRange(1), help="Most steps. Left out: 4000, or with --minutes no limit.")
 @click.option("--tokens", type=click.IntRange(128), default=32768, show_default=True, help="Tokens of a batch.")
 @click.option("--lengths", default="128,512,1024,2048", show_default=True, help="Sequence lengths of the stages.")
 @click.option(
@@ -52,68 +54,84 @@ Examples:
 )
 @click.option("--seed", type=click.IntRange(0), default=7, show_default=True)
 @click.option("--device", default="cpu", show_default=True, help="As torch names it.")
-@click.option("--compile", "compiled", is_flag=True, help="Compile the layer function, one graph a kind and length.")
+@click.option("--compile", "compiled", is_flag=True, help="Compile what works row by row; once for all lengths.")
+@click.option("--no-capture", is_flag=True, help="Launch every operation anew instead of replaying a CUDA graph.")
 @click.option("--workers", type=click.IntRange(0), default=4, show_default=True, help="Processes that make batches.")
+@click.option("--read-early", is_flag=True, help="Let layer 2 read entries too: it then answers inside the fence.")
 @click.option("--small", is_flag=True, help="A network of half a million parameters, for a CPU.")
 @click.option("--score-lengths", default="512,1024,2048,4096", show_default=True, help="Prompt lengths to score at.")
 @click.option(
     "--score-prompts", type=click.IntRange(1), default=64, show_default=True, help="Prompts a kind and length."
 )
 def main(
-    output: Path, minutes: float | None, pause_after: float | None, steps: int, tokens: int, lengths: str, rate: float,
-    seed: int, device: str, compiled: bool, workers: int, small: bool, score_lengths: str, score_prompts: int,
+    output: Path, minutes: float | None, pause_after: float | None, steps: int | None, tokens: int, lengths: str,
+    rate: float, seed: int, device: str, compiled: bool, no_capture: bool, workers: int, read_early: bool, small: bool,
+    score_lengths: str, score_prompts: int,
 ) -> None:  # fmt: skip
     """Train the nano network, or go on with the state in the output folder; score it; write its checkpoint."""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     out = Output()
     started = time.monotonic()
     stages = _numbers(lengths, "--lengths")
+    if steps is None and minutes is None:
+        steps = _STEPS
+    sizes = SMALL if small else NanoSizes()
+    if read_early:
+        sizes = replace(sizes, silent=())
     recipe = Recipe(
-        sizes=SMALL if small else NanoSizes(), seed=seed, steps=steps, minutes=minutes, lengths=stages,
-        ends=_ends(len(stages)), tokens=tokens, rate=rate,
+        sizes=sizes, seed=seed, steps=steps, minutes=minutes, lengths=stages, tokens=tokens, rate=rate,
     )  # fmt: skip
     scored = _numbers(score_lengths, "--score-lengths")
+    ablated = scored[len(scored) // 2]
     place = _device(device)
     if place.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    trainer = Trainer(recipe, place, compiled=compiled, workers=workers)
+    trainer = Trainer(recipe, place, compiled=compiled, captured=not no_capture, workers=workers, note=out.note)
     state = output / STATE
     if state.is_file():
         trainer.load(state)
         out.note(f"going on at step {trainer.progress.step}, after {trainer.progress.seconds / 60:.1f} minutes")
-    run = _Run(trainer=trainer, output=output, out=out, started=started, pause_after=pause_after)
+    run = _Run(trainer=trainer, output=output, out=out, started=started, pause_after=pause_after, ablated=ablated)
     trainer.run(pause=run.pause, log=run.log)
     trainer.save(state)
+    if trainer.done:
+        round_to_checkpoint(trainer.model)
+    run.checkpoint({}, {})
     if not trainer.done:
-        run.checkpoint({}, {})
         out.note(f"paused at step {trainer.progress.step}; the same command goes on")
         return
-    round_to_checkpoint(trainer.model)
-    apart = distance(trainer.network, min(scored), seed=seed, device=place)
+    # Without compilation: prompts come in many shapes.
+    network = LeanNetwork(trainer.model, silent=recipe.sizes.silent)
+    on_gpu = place.type == "cuda"
     with out.progress("scoring", len(scored)) as advance:
         scores: Scores = {}
         for length in scored:
-            scores |= score(
-                trainer.network, [length], prompts=score_prompts, seed=seed, device=place,
-                autocast=place.type == "cuda",
-            )  # fmt: skip
+            scores |= score(network, [length], prompts=score_prompts, seed=seed, device=place, autocast=on_gpu)
+            out.note(
+                f"{length} tokens: " + "  ".join(f"{kind} {share:.1%}" for kind, share in scores[str(length)].items())
+            )
             advance(1)
     with out.progress("leaving layers out", 1) as advance:
         ablation = ablate(
-            trainer.network, min(scored), prompts=max(1, score_prompts // 4), seed=seed, device=place,
-            autocast=place.type == "cuda",
-        )  # fmt: skip
+            network,
+            ablated,
+            prompts=max(1, score_prompts // 4),
+            seed=seed,
+            device=place,
+            autocast=on_gpu,
+        )
         advance(1)
-    size = run.checkpoint(scores, ablation)
+    run.checkpoint(scores, ablation)
+    apart = distance(network, min(scored), seed=seed, device=place)
     out.json(
         {
             "checkpoint": str(output / CHECKPOINT),
-            "bytes": size,
+            "bytes": sum(path.stat().st_size for path in (output / CHECKPOINT).glob("*.safetensors")),
             "step": trainer.progress.step,
             "minutes": trainer.progress.seconds / 60,
             "logits_from_transformers": apart,
             "exact_match": scores,
-            "exact_match_without_layer": ablation,
+            "exact_match_changed": ablation,
         }
     )
 
@@ -122,15 +140,15 @@ class _Run:
     """What happens beside training: the log, saved states, usable checkpoints, the pause."""
 
     def __init__(
-        self, *, trainer: Trainer, output: Path, out: Output, started: float, pause_after: float | None
+        self, *, trainer: Trainer, output: Path, out: Output, started: float, pause_after: float | None, ablated: int
     ) -> None:
         self._trainer = trainer
         self._output = output
         self._out = out
         self._started = started
+        self._ablated = ablated
         self._pause_s = None if pause_after is None else 60 * pause_after
         self._saved = time.monotonic()
-        self._lines = 0
         try:
             output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -139,13 +157,15 @@ class _Run:
     def log(self, values: dict[str, float]) -> None:
         with (self._output / LOG).open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
-        if self._lines % _LOGGED_EVERY == 0:
-            self._out.note(
-                f"step {values['step']:5.0f}  length {values['length']:4.0f}  answers {values['answers']:.3f} "
-                f"({values['correct']:.1%} right)  previous {values['previous_correct']:.1%}  "
-                f"subject {values['subject_correct']:.1%}  indexer {values['indexer']:.3f}  {values['step_ms']:.0f} ms"
-            )
-        self._lines += 1
+        found = "  ".join(
+            f"{key.removeprefix('found_')} {value:.0%}" for key, value in values.items() if key.startswith("found_")
+        )
+        self._out.note(
+            f"step {values['step']:5.0f}  length {values['length']:4.0f}  {values['step_ms']:4.0f} ms  "
+            f"loss {values['total']:.3f}  answers {values['answers']:.3f} ({values['correct']:.1%} right)  "
+            f"previous {values['previous_correct']:.1%}  subject {values['subject_correct']:.1%}  "
+            f"indexer {values['indexer']:.3f}  found: {found}"
+        )
 
     def pause(self) -> bool:
         now = time.monotonic()
@@ -163,20 +183,14 @@ class _Run:
             "step": progress.step,
             "minutes": progress.seconds / 60,
             "exact_match": scores,
-            "exact_match_without_layer": ablation,
+            "exact_match_changed": ablation,
         }
         card = model_card(
             command=" ".join(["python run/train_nano.py", *sys.argv[1:]]), recipe=recipe, step=progress.step,
             minutes=progress.seconds / 60, device=_device_name(trainer.device), scores=scores,
-            ablation=ablation,
+            ablation=ablation, ablated=self._ablated,
         )  # fmt: skip
         return write_checkpoint(trainer.model, self._output / CHECKPOINT, card, content)
-
-
-def _ends(stages: int) -> tuple[float, ...]:
-    """Every stage gets the same share, the last one half as much again."""
-    share = 1.0 / (stages + 0.5)
-    return (*(share * (index + 1) for index in range(stages - 1)), 1.0)
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ def train(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise SystemExit(f"error: the texts give {tokenizer.get_vocab_size()} tokens, expected {VOCABULARY}")
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,
         eos_token=EOS,

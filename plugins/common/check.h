@@ -2,6 +2,10 @@
 
 // Checks of launchers: each returns a status from the calling function.
 
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
 #include "common/status.h"
 
 #define REDKNOT_REQUIRE(condition, status) \
@@ -18,5 +22,14 @@
 namespace redknot {
 
 inline bool aligned(void const* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+// For launchers of kernels that are made of Hopper's warpgroup products.
+inline Status require_warpgroup_products() {
+  int device = 0, major = 0;
+  REDKNOT_CUDA(cudaGetDevice(&device));
+  REDKNOT_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  REDKNOT_SUPPORTED(major == 9);
+  return Status::kSuccess;
+}
 
 }  // namespace redknot

@@ -30,7 +30,7 @@ def mpirun() -> str:
     return found
 
 
-@pytest.mark.parametrize("size", [4])
+@pytest.mark.parametrize("size", [2])
 def test_all_processes_see_the_same(tmp_path: Path, size: int) -> None:
     command = [mpirun(), "-n", str(size), "--allow-run-as-root", "--oversubscribe", sys.executable]
     command += ["-m", "mpi4py", str(ROOT / "tests/admission/mpi_scene.py"), str(tmp_path)]

@@ -162,7 +162,7 @@ def rank_script(tmp_path: Path) -> str:
 
 
 def test_ranks_print_a_shared_error_once(rank_script: str) -> None:
-    finished = run_ranks(3, [rank_script, "all"], timeout_s=60)
+    finished = run_ranks(2, [rank_script, "all"], timeout_s=60)
     assert finished.returncode == ConfigError.exit_code
     assert finished.stderr.count("error: a bad key, expected 4, found 5") == 1
     assert "(rank" not in finished.stderr
@@ -171,7 +171,7 @@ def test_ranks_print_a_shared_error_once(rank_script: str) -> None:
 
 
 def test_the_cause_is_told_and_not_its_echo(rank_script: str) -> None:
-    finished = run_ranks(3, [rank_script, "cause"], timeout_s=60)
+    finished = run_ranks(2, [rank_script, "cause"], timeout_s=60)
     assert finished.returncode == 2
     assert "error: the disk is gone, in a/b (rank 1)" in finished.stderr
     assert "rank 1 failed" not in finished.stderr

@@ -11,6 +11,14 @@ from transformers import DeepseekV4ForCausalLM
 
 from tests.support.networks import NetworkOptions, fp64, open_network
 from trt_redknot import ArtifactStore, Engine
+from trt_redknot.artifacts.files import Files
+
+
+class UnsyncedFiles(Files):
+    """Of stores that need not outlive a crash: waiting for the disk is half of the time a small artifact takes."""
+
+    def sync(self, fd: int) -> None:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,4 +47,5 @@ def opened(network_dir: Path) -> tuple[DeepseekV4ForCausalLM, Engine]:
 @pytest.fixture
 def bench(opened: tuple[DeepseekV4ForCausalLM, Engine], network_dir: Path, tmp_path: Path) -> Bench:
     model, engine = opened
-    return Bench(model=model, engine=engine, store=ArtifactStore(tmp_path / "store"), directory=network_dir)
+    store = ArtifactStore(tmp_path / "store", files=UnsyncedFiles())
+    return Bench(model=model, engine=engine, store=store, directory=network_dir)

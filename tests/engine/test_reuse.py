@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import Bench
+from tests.engine.conftest import Bench, UnsyncedFiles
 from tests.support.networks import NetworkOptions, fp64, open_network
 from trt_redknot import Artifact, ArtifactStore, Engine, Request, Response, ReusePolicy, Tokens
 from trt_redknot.artifacts.contents import Part
@@ -46,10 +46,10 @@ def test_protect_all_with_aligned_lengths_is_recomputation(bench: Bench) -> None
 def test_a_prefix_is_lossless_with_all_its_rows_omitted(bench: Bench, length: int, epilogue: str) -> None:
     document, question = bench.tokens(length), bench.tokens(random.randrange(1, 60))
     artifact = Artifact(bench.engine.build_artifact(bench.store, document))
-    reused = ask(bench, [artifact, Tokens(question)], ReusePolicy(tau=1.0, epilogue=epilogue), steps=32)  # type: ignore[arg-type]
+    reused = ask(bench, [artifact, Tokens(question)], ReusePolicy(tau=1.0, epilogue=epilogue), steps=20)  # type: ignore[arg-type]
     assert reused.report.rows.omitted == reused.report.rows.prefix == length
     assert reused.report.ledgers.token_rows.share == pytest.approx(length / (length + len(question)))
-    assert_same(reused, ask(bench, [Tokens(document + question)], None, steps=32))
+    assert_same(reused, ask(bench, [Tokens(document + question)], None, steps=20))
 
 
 def test_every_document_length_works_as_an_exact_prefix(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -62,7 +62,8 @@ def test_every_document_length_works_as_an_exact_prefix(tmp_path_factory: pytest
         kinds="chc", hca=32, seed=random.randrange(2**31), experts=4, experts_per_token=3, heads_per_group=2
     )
     _, engine = open_network(directory, options, build=fp64())
-    bench = Bench(model=None, engine=engine, store=ArtifactStore(directory / "store"), directory=directory)  # type: ignore[arg-type]
+    store = ArtifactStore(directory / "store", files=UnsyncedFiles())
+    bench = Bench(model=None, engine=engine, store=store, directory=directory)  # type: ignore[arg-type]
     tokens, question = bench.tokens(300), Tokens(bench.tokens(9))
     for length in range(1, 301):
         segments = [Artifact(engine.build_artifact(bench.store, tokens[:length])), question]
@@ -99,11 +100,11 @@ def test_a_request_that_ends_with_a_document(bench: Bench) -> None:
     """The query rows are the document's last window; generated tokens start a fresh segment."""
     documents = [bench.tokens(128), bench.tokens(256)]
     segments: list[Any] = [Artifact(bench.engine.build_artifact(bench.store, d)) for d in documents]
-    recomputed = ask(bench, segments, None, steps=32)
-    assert_same(ask(bench, segments, ReusePolicy(protect="all"), steps=32), recomputed)
-    alone = ask(bench, segments[:1], ReusePolicy(tau=1.0), steps=32)
+    recomputed = ask(bench, segments, None, steps=20)
+    assert_same(ask(bench, segments, ReusePolicy(protect="all"), steps=20), recomputed)
+    alone = ask(bench, segments[:1], ReusePolicy(tau=1.0), steps=20)
     assert alone.report.rows.protected == 4
-    assert_same(alone, ask(bench, segments[:1], None, steps=32))
+    assert_same(alone, ask(bench, segments[:1], None, steps=20))
     for length in (1, 3, 6, 130):
         odd = [Artifact(bench.engine.build_artifact(bench.store, bench.tokens(length)))]
         assert_same(
@@ -249,8 +250,8 @@ def test_reuse_needs_fences_that_leave_a_middle(tmp_path_factory: pytest.TempPat
         bench = Bench(model=None, engine=engine, store=ArtifactStore(directory / "store"), directory=directory)  # type: ignore[arg-type]
         documents = [Artifact(engine.build_artifact(bench.store, bench.tokens(128))) for _ in range(2)]
         segments = [*documents, Tokens(bench.tokens(7))]
-        assert_same(ask(bench, segments, ReusePolicy(protect="all"), 8), ask(bench, segments, None, 8))
-        reused = ask(bench, segments, ReusePolicy(boundary=8, tail=0, top_entries=1, budget=0.25), 8)
+        assert_same(ask(bench, segments, ReusePolicy(protect="all"), 4), ask(bench, segments, None, 4))
+        reused = ask(bench, segments, ReusePolicy(boundary=8, tail=0, top_entries=1, budget=0.25), 4)
         assert reused.first_logits.isfinite().all(), kinds
         assert reused.report.rows.omitted > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -47,6 +48,22 @@ def test_chunks_and_owners_cover_all_rows_once(rows: int, full: int, size: int, 
             assert each.own_rows[chunk.own].tolist() == list(range(rows)[chunk.own_rows])
             stored = stored[len(each.own_rows[chunk.own]) :]
         assert stored.size == 0
+
+
+@given(st.integers(1, 100_000), st.integers(1, 9), st.integers(1, 40_000))
+def test_chunks_are_few_and_balanced(rows: int, size: int, chunk_rows: int) -> None:
+    # Few numbers: chunks are cut from counts alone.
+    rows = min(rows, 300 * chunk_rows)
+    chunks = row_set(np.arange(rows), full=0, rank=0, size=size, chunk_rows=chunk_rows).chunks
+    sizes = [chunk.rows.stop - chunk.rows.start for chunk in chunks]
+    assert max(sizes) <= chunk_rows
+    assert len(sizes) == -(-rows // chunk_rows)
+    # All but the last are equal, and the last is short by less than what makes ranks equal in all of them.
+    assert len(set(sizes[:-1])) <= 1
+    assert sizes[0] - sizes[-1] <= len(sizes) * size
+    equal = math.ceil(rows / len(sizes))
+    if math.ceil(equal / size) * size <= chunk_rows:
+        assert all(len(set(chunk.counts)) == 1 for chunk in chunks[:-1])
 
 
 @settings(deadline=None, max_examples=60)

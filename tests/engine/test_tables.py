@@ -98,6 +98,36 @@ def test_entries_are_written_when_every_row_is_there(
             assert frames[7 + index] == first - segment.start
 
 
+@settings(max_examples=80, deadline=None)
+@given(segment_tables(), st.sampled_from([(4, True), (16, False)]), st.integers(1, 40), st.integers(0, 2**31))
+def test_late_rows_write_what_they_write_in_a_table_of_all_positions(
+    segments: tuple[Segment, ...], kind: tuple[int, bool], late: int, seed: int
+) -> None:
+    """A decode step's tables look at the last rows only; an extra row at position 0 makes them look at all."""
+    ratio, overlap = kind
+    draw = random.Random(seed)
+    total = segments[-1].stop
+    positions = np.array(
+        sorted(draw.sample(range(max(0, total - late), total), draw.randrange(1, min(late, total) + 1)))
+    )
+    known = range(max(1, int(positions[0]) - 2 * ratio), int(positions[0]))
+    extras = [ExtraRow(sequence=0, position=row, exact=draw.random() < 0.7) for row in known]
+    rows = RowSet(
+        sequences=np.zeros(len(positions), dtype=np.int64), positions=positions, full_rows=len(positions), rank=0,
+        size=1, chunk_rows=64,
+    )  # fmt: skip
+    if positions[0] <= 3 * ratio:
+        return
+    state = SequenceState(slot=0, latent_offset=0, entry_offsets={ratio: 7}, segments=list(segments))
+    late_table = compress_table([state], rows, ratio, overlap, extras, CPU)
+    everything = [*extras, ExtraRow(sequence=0, position=0, exact=False)]
+    table = compress_table([state], rows, ratio, overlap, everything, CPU)
+    assert torch.equal(table.entries, late_table.entries)
+    assert torch.equal(table.positions, late_table.positions)
+    running = late_table.slots >= len(extras)
+    assert torch.equal(table.slots, late_table.slots + running.long())
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_row_sets_cover_every_row_once(size: int) -> None:
     rows, chunk = random.randrange(1, 200), random.randrange(1, 64)

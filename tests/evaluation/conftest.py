@@ -1,4 +1,4 @@
-"""An engine of the nano network for the tests of this folder: of the trained checkpoint where there is one."""
+"""Engines for the tests of this folder: of a small nano network with random weights, and of the trained checkpoint."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from tests.support.networks import build_engine, fp64
 from trt_redknot import ArtifactStore, Engine
+from trt_redknot.engine.build import BuildOptions
 from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.evaluation.nano.network import SMALL, make_model, write_checkpoint
 
@@ -46,8 +47,17 @@ def random_checkpoint(directory: Path) -> Path:
 @pytest.fixture(scope="session")
 def nano(tmp_path_factory: pytest.TempPathFactory) -> Nano:
     folder = tmp_path_factory.mktemp("nano")
-    checkpoint = TRAINED if (TRAINED / "config.json").is_file() else random_checkpoint(folder / "checkpoint")
-    directory = build_engine(checkpoint, folder / "engine", options=fp64(chunk_rows=512))
+    return opened(folder, random_checkpoint(folder / "checkpoint"), fp64(chunk_rows=512))
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Nano:
+    """The checkpoint of the repository, in fp32."""
+    return opened(tmp_path_factory.mktemp("trained"), TRAINED, BuildOptions(chunk_rows=2048))
+
+
+def opened(folder: Path, checkpoint: Path, options: BuildOptions) -> Nano:
+    directory = build_engine(checkpoint, folder / "engine", options=options)
     return Nano(
         checkpoint=checkpoint, directory=directory, engine=Engine.open(directory), tokenizer=EngineTokenizer(directory),
         store=ArtifactStore(folder / "store"),

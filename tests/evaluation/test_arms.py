@@ -48,7 +48,10 @@ def test_all_rows_protected_and_whole_windows_are_recomputation(runner: ArmRunne
 
 
 @pytest.mark.skipif(not TRAINED.is_dir(), reason="examples/nano/checkpoint: there is no trained checkpoint yet")
-def test_the_trained_checkpoint_answers(runner: ArmRunner) -> None:
+def test_the_trained_checkpoint_answers(trained: Nano) -> None:
+    runner = ArmRunner(
+        engine=trained.engine, tokenizer=trained.tokenizer, store=trained.store, short_tokens=3, longer_tokens=6
+    )  # fmt: skip
     questions = [q for q in open_frozen(RECORDS, ["nano-1024.jsonl"])[1] if not q.longer]
     right = []
     for question in questions:

@@ -19,7 +19,7 @@ from tests.support.networks import build_engine
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.cli.evaluate import evaluate_command
 from trt_redknot.engine.build import BuildOptions
-from trt_redknot.errors import RequestError
+from trt_redknot.errors import LaunchError, RequestError
 from trt_redknot.evaluation.journal import JournalError, read_journal
 from trt_redknot.launch import run_ranks
 
@@ -179,10 +179,20 @@ def test_one_command_measures_what_the_docs_show(nano: Nano, tmp_path: Path) -> 
     ]  # fmt: skip
     assert tables.count("Evidence: **measured**.") == 3
     assert [line.split(" | ")[0] for line in tables.splitlines()[-3:]] == ["| base", "| fp8", "| heads"]
-    assert (tmp_path / "sweep" / "report.html").is_file()
+    assert (tmp_path / "sweep" / "engine" / "report.html").is_file()
     again = tables
-    # Nothing is left to do: the same command only writes the tables again.
+    # Nothing is left to do: the same command only writes the tables again, also with processes side by side.
     evaluate("nano", "--checkpoint", str(nano.checkpoint), "--records", str(RECORDS), "--output", str(tmp_path),
              "--sweep-file", "nano-256.jsonl", "--only", "nano-256.jsonl", "--axis", "engine", "--limit", "1",
-             "--profile-records", "1", "--short-tokens", "1", "--longer-tokens", "2")  # fmt: skip
+             "--profile-records", "1", "--short-tokens", "1", "--longer-tokens", "2", "--jobs", "2")  # fmt: skip
     assert (tmp_path / "tables.md").read_text() == again
+
+
+def test_a_measurement_that_fails_in_its_process_ends_the_command(nano: Nano, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"a measurement failed: epilogue"):
+        evaluate(
+            "nano", "--checkpoint", str(nano.checkpoint), "--records", str(RECORDS), "--output", str(tmp_path),
+            "--sweep-file", "absent.jsonl", "--only", "nano-256.jsonl", "--axis", "epilogue", "--limit", "1",
+            "--short-tokens", "1", "--longer-tokens", "1", "--jobs", "2",
+        )  # fmt: skip
+    assert not (tmp_path / "tables.md").exists()

@@ -190,6 +190,16 @@ def test_attention_is_counted_by_visible_keys(geometry: ModelGeometry) -> None:
     assert by_op["seg_latent_attention"].operations == 4 * g.head_dim * g.heads * pairs
 
 
+@pytest.mark.parametrize("counts", [[3, 3, 3], [3, 2, 2], [1, 0, 0], [4, 4, 3]])
+def test_replaced_ranks_send_as_many_rows_as_real_ones(counts: list[int]) -> None:
+    for rank, count in enumerate(counts):
+        own = torch.arange(1.0, 2 * count + 1).view(count, 2)
+        gathered = StandInCollectives(rank, len(counts)).all_gather(own, counts)
+        assert gathered.shape == (sum(counts), 2)
+        assert torch.equal(gathered[:count], own)
+        assert gathered.bool().all() == bool(count)
+
+
 def test_a_floor_is_the_longer_of_bytes_and_arithmetic() -> None:
     assert Work(bytes=10**10, bf16=10**10).floor_s(CEILINGS) == pytest.approx(1.0)
     assert Work(bytes=10**9, bf16=10**11, fp8=torch.tensor(2 * 10**11)).floor_s(CEILINGS) == pytest.approx(2.0)

@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.conftest import FOLDER, LONG
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {name: ROOT / "requirements" / f"{name}.txt" for name in ("runtime", "test", "constraints")}
 # Present only where a GPU backend is; the code that imports them says so when they are not there.
@@ -93,6 +95,10 @@ def test_ci_calls_make_test() -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+def test_the_files_that_are_to_come_first_are_there() -> None:
+    assert [name for name in LONG if not (FOLDER / name).is_file()] == []
+
+
 @pytest.mark.parametrize("target", ["demo", "test", "lint", "format", "venv", "plugins", "lock", "clean"])
 def test_makefile_has_the_target_and_each_needs_only_the_environment(target: str) -> None:
     finished = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -123,9 +129,9 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def build_plugins(checkout: Path, tools: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def build_plugins(checkout: Path, tools: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "setup.py", "build_plugins"],
+        [sys.executable, "setup.py", "build_plugins", *options],
         cwd=checkout,
         env={"PATH": str(tools), "HOME": str(checkout), **environment},
         capture_output=True,
@@ -135,10 +141,12 @@ def build_plugins(checkout: Path, tools: Path, **environment: str) -> subprocess
 
 
 def fake_tools(folder: Path, *, cmake_status: int = 0) -> Path:
-    """An nvcc, and a cmake whose build step writes a library."""
+    """An nvcc, and a cmake whose build step writes a library and which writes down its arguments in `calls`."""
     folder.mkdir()
     cmake = f"""#!{sys.executable}
 import pathlib, sys
+with pathlib.Path(__file__).with_name("calls").open("a") as calls:
+    print(*sys.argv[1:], file=calls)
 if "--build" in sys.argv:
     library = pathlib.Path(sys.argv[sys.argv.index("--build") + 1], "lib")
     library.mkdir(parents=True, exist_ok=True)
@@ -178,6 +186,23 @@ def test_plugins_are_built_where_the_tools_are(checkout: Path, tmp_path: Path) -
     built = build_plugins(checkout, tools)
     assert built.returncode == 0, built.stderr
     assert (checkout / "trt_redknot" / "lib" / "libfake.so").read_bytes() == b"library"
+    assert "redknot_kernels" not in (tools / "calls").read_text(encoding="utf-8")
+
+
+def test_kernels_are_built_before_anything_else_is_installed(checkout: Path, tmp_path: Path) -> None:
+    with_plugins(checkout)
+    tools = fake_tools(tmp_path / "tools")
+    built = build_plugins(checkout, tools, "--kernels-only")
+    assert built.returncode == 0, built.stderr
+    configure, compile_kernels = (tools / "calls").read_text(encoding="utf-8").splitlines()
+    assert "-DREDKNOT_TORCH=OFF" in configure
+    assert "-DREDKNOT_TENSORRT=OFF" in configure
+    assert compile_kernels.endswith("--target redknot_kernels")
+    assert not (checkout / "trt_redknot" / "lib").exists()
+    assert build_plugins(checkout, tools).returncode == 0
+    configure = (tools / "calls").read_text(encoding="utf-8").splitlines()[2]
+    assert "-DREDKNOT_TORCH=ON" in configure
+    assert "-DREDKNOT_TENSORRT=ON" in configure
 
 
 def test_a_failed_compilation_is_an_error(checkout: Path, tmp_path: Path) -> None:

@@ -87,7 +87,13 @@ def test_a_killed_rank_fails_what_is_open_and_ends_the_others(server: TritonServ
     assert server.stop() == 0
 
 
+@pytest.mark.parametrize("server", ["leader"], indirect=True)
 def test_a_killed_server_leaves_no_process(server: TritonServer) -> None:
+    kill_server(server)
+
+
+def kill_server(server: TritonServer) -> None:
+    """SIGKILL to Triton itself, in the middle of an answer."""
     events = server.client.events({"segments": [{"tokens": ids(9)}], **QUESTION, "max_new_tokens": 300})
     assert isinstance(next(events), TokenEvent)
     everything = server.processes()
@@ -101,9 +107,13 @@ def test_a_killed_server_leaves_no_process(server: TritonServer) -> None:
         server.client.ready()
 
 
-def test_stop_and_start_again(folder: Path, tmp_path: Path) -> None:
-    for _ in range(2):
+def test_stop_and_start_again_and_a_kill(folder: Path, tmp_path: Path) -> None:
+    """The default mode, in which the ranks are the model's children. The second server is killed."""
+    for start in range(2):
         with triton_server(tmp_path, folder / "two", tmp_path / "store") as server:
             built = server.client.whole({"action": "build", "documents": [{"tokens": list(range(30))}]})
-            assert server.stop() == 0
+            if start == 0:
+                assert server.stop() == 0
+            else:
+                kill_server(server)
     assert not built["report"]["documents"][0]["built"], "the second server found what the first had built"

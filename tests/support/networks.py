@@ -16,6 +16,9 @@ from trt_redknot.config.profile import SplitProfile
 from trt_redknot.engine.build import BuildOptions, build_torch_engine
 from trt_redknot.engine.engine import Engine
 
+# Chunks end inside a window of either kind of compression, and long requests have several.
+CHUNK_ROWS = 101
+
 KINDS = {
     "s": "sliding_attention",
     "c": "compressed_sparse_attention",
@@ -66,6 +69,8 @@ def network_config(options: NetworkOptions) -> DeepseekV4Config:
         sliding_window=options.window,
         o_groups=options.groups,
         o_lora_rank=16,
+        # Another number than the released networks have, so that it is read; smaller, so that calls take less time.
+        hc_sinkhorn_iters=6,
         # Many index heads: with few, whole rows of scores are exactly zero and torch breaks the ties as it likes.
         index_n_heads=options.index_heads,
         index_head_dim=options.index_dim,
@@ -120,7 +125,7 @@ def build_engine(
         Checkpoint.open(checkpoint, geometry),
         profile or SplitProfile.default(geometry),
         output,
-        options or BuildOptions(chunk_rows=48),
+        options or BuildOptions(chunk_rows=CHUNK_ROWS),
         LocalCollectives(),
     )
     return output
@@ -148,4 +153,6 @@ def native_logits(model: DeepseekV4ForCausalLM, tokens: list[int]) -> torch.Tens
 
 def fp64(**options: int) -> BuildOptions:
     """An engine in which rounding decides no near tie of a router or of the Indexer, so that equal means equal."""
-    return BuildOptions(**{"chunk_rows": 48, **options}, dtype="float64", artifact_format=ArtifactFormat.FLOAT64)
+    return BuildOptions(
+        **{"chunk_rows": CHUNK_ROWS, **options}, dtype="float64", artifact_format=ArtifactFormat.FLOAT64
+    )

@@ -41,6 +41,10 @@ Example:
     @click.option("--namespace", default="default", show_default=True, help="Tenant of the store.")
     @click.option("--question", required=True, help="What is asked after the documents.")
     @click.option("--budget", type=click.FloatRange(0, 1), default=0.10, show_default=True)
+    @click.option(
+        "--boundary", type=click.IntRange(0), default=ReusePolicy().boundary, show_default=True,
+        help="Rows at both ends of a document that are recomputed in full.",
+    )  # fmt: skip
     @click.option("--tau", type=click.FloatRange(0, 1, min_open=True), help="Adaptive fanout threshold.")
     @click.option("--epilogue", type=click.Choice(["full", "active"]), default="full", show_default=True)
     @click.option("--max-new-tokens", type=click.IntRange(1), default=16, show_default=True)
@@ -50,7 +54,8 @@ Example:
     @click.option("--page", type=click.Path(path_type=Path), help="Write the row map and ledgers to this HTML file.")
     def command(
         paths: tuple[Path, ...], engine_dir: Path, device: str | None, store_dir: Path, namespace: str, question: str,
-        budget: float, tau: float | None, epilogue: str, max_new_tokens: int, warm_up: bool, page: Path | None,
+        budget: float, boundary: int, tau: float | None, epilogue: str, max_new_tokens: int, warm_up: bool,
+        page: Path | None,
     ) -> None:  # fmt: skip
         """Ask one question about documents with reuse and without, and show what was saved and what it changed."""
         if not question.strip():
@@ -60,7 +65,9 @@ Example:
         tokenizer = EngineTokenizer(engine_dir)
         store = ArtifactStore(store_dir, namespace=namespace)
         documents = [read_document(path, tokenizer.encode) for path in find_documents(paths)]
-        policy = ReusePolicy(budget=budget, tau=tau, epilogue=cast('Literal["full", "active"]', epilogue))
+        policy = ReusePolicy(
+            budget=budget, boundary=boundary, tau=tau, epilogue=cast('Literal["full", "active"]', epilogue)
+        )
         segments: list[Artifact | Tokens] = [
             Artifact(store.artifact_id(document.tokens, engine.identity), tokens=document.tokens)
             for document in documents

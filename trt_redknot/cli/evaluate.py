@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trt_redknot.artifacts.store import ArtifactStore
+from trt_redknot.cli.command import run_command
 from trt_redknot.cli.engine_options import DEVICE_OPTION
 from trt_redknot.cli.evaluate_nano import nano_command
 from trt_redknot.cli.evaluate_plan import projections_command
@@ -240,3 +241,7 @@ def _pair(text: str, option: str) -> tuple[str, str]:
     if not key or not separator:
         raise click.UsageError(f"{option}: expected NAME=VALUE, found {text!r}.")
     return key, value
+
+
+if __name__ == "__main__":
+    run_command(lambda: evaluate_command(None).main(standalone_mode=False))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +14,9 @@ import click
 from trt_redknot.cli.build_engine import build_engine_command
 from trt_redknot.cli.output import Output
 from trt_redknot.cli.profile_heads import profile_heads_command
+from trt_redknot.errors import LaunchError
 from trt_redknot.evaluation.evidence import Evidence
+from trt_redknot.evaluation.frozen import open_frozen
 from trt_redknot.evaluation.journal import RESULTS, read_journal
 from trt_redknot.evaluation.markdown import groups_markdown, overall_markdown
 from trt_redknot.evaluation.summary import summarise
@@ -18,11 +24,14 @@ from trt_redknot.evaluation.variants import AXES
 from trt_redknot.reports.page import write_page
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from mpi4py.MPI import Intracomm
 
 TABLES = "tables.md"
+LENGTHS, SWEEPS = "lengths", "sweep"
+_ENGINES = "engine"
+_POLL_S = 0.2
 # The default of 128 boundary rows is twice the nano network's window, and covers its documents whole.
 _BOUNDARY = 8
 _PATH = click.Path(path_type=Path)
@@ -57,9 +66,12 @@ def nano_command(
     @click.option("--short-tokens", type=click.IntRange(1), default=32, show_default=True)
     @click.option("--longer-tokens", type=click.IntRange(1), default=128, show_default=True)
     @click.option("--device", default="cpu", show_default=True, help="Where the engines compute, as torch names it.")
+    @click.option(
+        "--jobs", type=click.IntRange(1), default=1, show_default=True, help="Measurements in processes side by side."
+    )
     def nano(
         checkpoint: Path, records: Path, output: Path, sweep_file: str, profile_records: int, limit: int | None,
-        only: tuple[str, ...], axes: tuple[str, ...], short_tokens: int, longer_tokens: int, device: str,
+        only: tuple[str, ...], axes: tuple[str, ...], short_tokens: int, longer_tokens: int, device: str, jobs: int,
     ) -> None:  # fmt: skip
         """Build engines and a head profile, then measure the default policy at every length and all sweeps at one."""
         out = Output()
@@ -67,36 +79,103 @@ def nano_command(
             raise click.UsageError("nano runs on one rank; start it without mpirun.")
         heads = output / "heads.json"
         base, packed, chosen = (output / f"engine-{name}" for name in ("base", "fp8", "heads"))
-        _engine(base, checkpoint)
-        if not heads.is_file():
-            _call(profile_heads_command(comm), "--engine", base, "--records", records, "--only", sweep_file, "--limit",
-                  profile_records, "--output", heads)  # fmt: skip
-        _engine(packed, checkpoint, "--artifact-format", "fp8")
-        _engine(chosen, checkpoint, "--profile", heads)
+        files = list(only) or [file.name for file in open_frozen(records, ())[0].files]
         shared = ["--engine", base, "--records", records, "--store", output / "store", "--set", f"boundary={_BOUNDARY}",
                   "--device", device, "--short-tokens", short_tokens, "--longer-tokens", longer_tokens,
                   *(["--limit", limit] if limit else [])]  # fmt: skip
-        files = [part for name in only for part in ("--only", name)]
-        varied = [part for name in axes for part in ("--axis", name)]
-        _call(run(comm), *shared, *files, "--output", output / "lengths")
-        _call(sweep(comm), *shared, *varied, "--only", sweep_file, "--output", output / "sweep", "--also",
-              f"fp8={packed}", "--also", f"heads={chosen}")  # fmt: skip
-        write_page(output / TABLES, _tables(output))
+        parts = [_Part(command="run", output=output / LENGTHS / name, options=["--only", name]) for name in files]
+        parts += [
+            _Part(
+                command="sweep", output=output / SWEEPS / axis,
+                options=["--only", sweep_file, "--axis", axis,
+                         *(["--also", f"fp8={packed}", "--also", f"heads={chosen}"] if axis == _ENGINES else [])],
+            )
+            for axis in axes or AXES
+        ]  # fmt: skip
+        _engine(base, checkpoint)
+        commands = {"run": run(comm), "sweep": sweep(comm)}
+        at_once = [part for part in parts if part.output.name != _ENGINES]
+        with _Jobs(commands, jobs) as running:
+            for part in at_once:
+                running.start(part, shared)
+            if len(at_once) < len(parts):
+                if not heads.is_file():
+                    _call(profile_heads_command(comm), "--engine", base, "--records", records, "--only", sweep_file,
+                          "--limit", profile_records, "--output", heads)  # fmt: skip
+                _engine(packed, checkpoint, "--artifact-format", "fp8")
+                _engine(chosen, checkpoint, "--profile", heads)
+                running.start(next(part for part in parts if part.output.name == _ENGINES), shared)
+        write_page(output / TABLES, _tables(parts))
         out.note(f"tables: {output / TABLES}")
 
     return nano
 
 
-def _tables(output: Path) -> str:
-    run, pairs = read_journal(output / "lengths" / RESULTS)
-    lengths = summarise(run, pairs, Evidence.MEASURED)
-    run, pairs = read_journal(output / "sweep" / RESULTS)
-    swept = summarise(run, pairs, Evidence.MEASURED)
-    parts = ["## Default policy by length\n", groups_markdown(lengths, "policy", "file")]
-    parts += ["## Default policy by kind of question\n", groups_markdown(lengths, "policy", "kind")]
-    for axis in swept.axes:
-        parts += [f"## {axis}\n", overall_markdown(swept, axis)]
-    return "\n".join(parts)
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One measurement: the command, where its results go, what it has beside the shared options."""
+
+    command: str
+    output: Path
+    options: list[object]
+
+
+class _Jobs:
+    """Runs parts: here, one after the other, or in so many processes side by side."""
+
+    def __init__(self, commands: Mapping[str, click.Command], jobs: int) -> None:
+        self._commands, self._jobs = commands, jobs
+        self._running: list[tuple[_Part, subprocess.Popen[bytes]]] = []
+
+    def __enter__(self) -> _Jobs:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            while self._running and kind is None:
+                self._wait()
+        finally:
+            for _part, process in self._running:
+                process.terminate()
+                process.wait()
+
+    def start(self, part: _Part, shared: Sequence[object]) -> None:
+        arguments = [*shared, *part.options, "--output", part.output]
+        if self._jobs == 1:
+            _call(self._commands[part.command], *arguments)
+            return
+        while len(self._running) >= self._jobs:
+            self._wait()
+        command = [sys.executable, "-m", "trt_redknot.cli.evaluate", part.command, *map(str, arguments)]
+        self._running.append((part, subprocess.Popen(command, stdout=subprocess.DEVNULL)))
+
+    def _wait(self) -> None:
+        """Until one more process has ended."""
+        while all(process.poll() is None for _, process in self._running):
+            time.sleep(_POLL_S)
+        ended = next(entry for entry in self._running if entry[1].poll() is not None)
+        self._running.remove(ended)
+        part, process = ended
+        if process.returncode:
+            raise LaunchError(
+                f"a measurement failed: {part.output.name}", found=f"exit status {process.returncode}",
+                path=part.output, remedy="Its message is above. The same command goes on where it was.",
+            )  # fmt: skip
+
+
+def _tables(parts: Sequence[_Part]) -> str:
+    lengths = [read_journal(part.output / RESULTS) for part in parts if part.command == "run"]
+    together = summarise(lengths[0][0], [pair for _, pairs in lengths for pair in pairs], Evidence.MEASURED)
+    texts = ["## Default policy by length\n", groups_markdown(together, "policy", "file")]
+    texts += ["## Default policy by kind of question\n", groups_markdown(together, "policy", "kind")]
+    for part in parts:
+        if part.command == "sweep":
+            axis = part.output.name
+            texts += [
+                f"## {axis}\n",
+                overall_markdown(summarise(*read_journal(part.output / RESULTS), Evidence.MEASURED), axis),
+            ]
+    return "\n".join(texts)
 
 
 def _engine(directory: Path, checkpoint: Path, *more: object) -> None:

@@ -12,10 +12,15 @@ import torch
 
 
 class Collectives(Protocol):
-    """Data moves as tensors (all_gather, reduce_scatter, all_reduce, all_to_all), control as bytes (exchange)."""
+    """Data moves as tensors (all_gather, reduce_scatter, all_reduce, all_to_all), control as bytes (exchange).
+
+    Attributes:
+        capturable: a CUDA graph can hold what moves tensors on a GPU.
+    """
 
     rank: int
     size: int
+    capturable: bool
 
     def all_gather(self, own: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Rows of all ranks in rank order: [counts[rank], ...] -> [sum(counts), ...]."""

@@ -6,10 +6,11 @@ the stream that was current at the call.
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -39,6 +40,9 @@ class DeviceCollectives:
         group: a torch.distributed group of these ranks in the same order; destroyed with this object.
     """
 
+    # NCCL's kernels could be; the group's watchdog has not been tried beside a capture.
+    capturable = False
+
     def __init__(self, control: Collectives, group: dist.ProcessGroup) -> None:
         self.rank = control.rank
         self.size = control.size
@@ -52,13 +56,13 @@ class DeviceCollectives:
         gathered = own.new_empty((self.size * most, *own.shape[1:]))
         if gathered.numel():
             _all_gather(_bytes(gathered), _bytes(_padded(own, most)), group=self._group)
-        return gathered if min(counts) == most else torch.cat(_blocks(gathered, counts))
+        return gathered if min(counts) == most else _without_padding(gathered, counts)
 
     def reduce_scatter(self, partial: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         assert partial.shape[0] == sum(counts), f"{partial.shape[0]} rows against counts {list(counts)}"
         most = max(counts)
         if min(counts) < most:
-            partial = torch.cat([_padded(block, most) for block in partial.split(list(counts))])
+            partial = _with_padding(partial.contiguous(), counts)
         own = partial.new_empty((most, *partial.shape[1:]))
         if own.numel():
             _reduce_scatter(own, partial.contiguous(), group=self._group)
@@ -156,11 +160,40 @@ def _bytes(rows: torch.Tensor) -> torch.Tensor:
 def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
     if rows.shape[0] == count:
         return rows
-    padded = rows.new_zeros((count, *rows.shape[1:]))
+    padded = rows.new_empty((count, *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
+    # Sent, and left out again where it arrives.
+    padded[rows.shape[0] :] = 0
     return padded
 
 
-def _blocks(gathered: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    most = max(counts)
-    return [gathered[rank * most : rank * most + count] for rank, count in enumerate(counts)]
+def _without_padding(gathered: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """[size * most, ...] to [sum(counts), ...]."""
+    whole = gathered.new_empty((sum(counts), *gathered.shape[1:]))
+    for padded, rows in _runs(gathered, whole, counts):
+        rows.copy_(padded[:, : rows.shape[1]])
+    return whole
+
+
+def _with_padding(partial: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """[sum(counts), ...] to [size * most, ...]; what is between the blocks is zero."""
+    gathered = partial.new_zeros((len(counts) * max(counts), *partial.shape[1:]))
+    for padded, rows in _runs(gathered, partial, counts):
+        padded[:, : rows.shape[1]] = rows
+    return gathered
+
+
+def _runs(
+    padded: torch.Tensor, rows: torch.Tensor, counts: Sequence[int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views [ranks, most, ...] and [ranks, count, ...] for every run of ranks with equal counts: two in even splits."""
+    most, rank, start = max(counts), 0, 0
+    for count, group in itertools.groupby(counts):
+        ranks = len(list(group))
+        shape = rows.shape[1:]
+        yield (
+            padded[rank * most : (rank + ranks) * most].view(ranks, most, *shape),
+            rows[start : start + ranks * count].view(ranks, count, *shape),
+        )
+        rank += ranks
+        start += ranks * count

@@ -12,6 +12,7 @@ class LocalCollectives:
 
     rank = 0
     size = 1
+    capturable = True
 
     def all_gather(self, own: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         assert list(counts) == [own.shape[0]], f"{own.shape[0]} rows against counts {list(counts)}"

@@ -43,6 +43,9 @@ class MpiCollectives:
         comm: an mpi4py communicator. It is duplicated, so messages of the caller and ours never meet.
     """
 
+    # Tensors of a GPU pass through the host.
+    capturable = False
+
     def __init__(self, comm: Intracomm) -> None:
         self._comm = comm.Dup()
         self.rank = self._comm.Get_rank()

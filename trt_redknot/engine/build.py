@@ -52,7 +52,7 @@ class BuildOptions:
     Attributes:
         dtype: what the ranks compute in.
         max_length: most tokens of a request, prompt and answer together; None: the checkpoint's own limit.
-        chunk_rows: rows that go through a stage together.
+        chunk_rows: rows that go through a stage together; our kernels on a GPU take more where there is memory.
         experts: how expert weights are stored: "same" as the rest, or in FP8 (plans always read FP8).
     """
 

@@ -1,66 +1,192 @@
-"""One decode step: every open sequence of the batch grows by a token, and all of them walk the layers together."""
+"""Decoding: every sequence of a batch grows by a token, and all of them walk the layers together.
+
+On a GPU a step is launch bound, so steps whose tensors have the same shapes are captured once as a CUDA graph, over
+buffers whose addresses stay, and replayed: the host then writes a few numbers and starts one graph a token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trt_redknot.config.geometry import AttentionKind
 from trt_redknot.engine.context import RankContext
+from trt_redknot.engine.executor import OpsExecutor
+from trt_redknot.engine.graphs import CapturedStep, capture
+from trt_redknot.engine.head import ChosenRows, chosen_logits
 from trt_redknot.engine.pool import CachePool, SequenceState, tail_rows
 from trt_redknot.engine.rowset import RowSet
-from trt_redknot.engine.step import Observation, Step, no_restore
+from trt_redknot.engine.step import Observation, StepArrays, make_step, no_restore
 from trt_redknot.engine.steps import drain
-from trt_redknot.engine.tables import ExtraRow, ratio_tables
+from trt_redknot.engine.tables import ExtraRow, RatioArrays, kinds_by_ratio
+from trt_redknot.engine.uploads import ArrayBatch
+from trt_redknot.errors import EngineError
+
+# Shapes differ by how many sequences there are and which of them finish a window: few of them come back.
+_MOST_GRAPHS = 16
+
+_Key = tuple[object, ...]
 
 
-def decode_step(
-    context: RankContext, pool: CachePool, states: Sequence[SequenceState], tokens: Sequence[int]
-) -> tuple[torch.Tensor, RowSet]:
-    """Append `tokens[i]` to `states[i]` and run them: own streams after the last layer, and their row set. Collective.
+class Decoder:
+    """Decode steps over one pool. Routing is native (tau = 1): generated tokens are few, and both arms decode alike.
 
-    Routing is native (tau = 1): generated tokens are few, and both arms decode alike.
+    Args:
+        graphs: capture steps where that can be done.
+
+    Attributes:
+        eager_because: why no step is captured; None where steps are.
     """
-    for state in states:
-        state.append_token()
-    device = context.device
-    rows = RowSet(
-        sequences=np.arange(len(states), dtype=np.int64),
-        positions=np.array([state.length - 1 for state in states], dtype=np.int64),
-        full_rows=len(states),
-        rank=context.collectives.rank,
-        size=context.collectives.size,
-        chunk_rows=context.chunk_rows,
-    )
-    extras: dict[int, list[ExtraRow]] = {}
-    sources: dict[int, torch.Tensor] = {}
-    for kind in set(context.geometry.attention_kinds) - {AttentionKind.SLIDING}:
-        ratio = context.geometry.csa_ratio if kind is AttentionKind.CSA else context.geometry.hca_ratio
-        extras[ratio], sources[ratio] = _kept_rows(states, tail_rows(kind, ratio), device)
-    ids = torch.tensor(list(tokens), dtype=torch.int64, device=device)
-    step = Step(
-        rows=rows,
-        tokens=ids,
-        frames=torch.tensor([state.length - 1 - state.segments[-1].start for state in states], device=device),
-        pool_rows=torch.tensor([state.latent_offset + state.length - 1 for state in states], device=device),
-        tables=ratio_tables(context.geometry, states, rows, extras, device),
-        extra_raw=lambda layer: [tail[sources[context.geometry.ratio(layer)]] for tail in pool.tails[layer]],
-        restore=no_restore(context.local_width, context.dtype, device),
-    )
-    own = torch.from_numpy(rows.own_rows).to(device)
-    streams = context.stages.embed(ids[own])
-    for layer in range(context.geometry.layers):
-        streams = drain(context.walk.run(layer, step, pool, streams, tau=1.0, observe=Observation()))
-    return streams, rows
+
+    def __init__(self, context: RankContext, pool: CachePool, *, graphs: bool = True) -> None:
+        self._context = context
+        self._pool = pool
+        self._seen: OrderedDict[_Key, CapturedStep | None] = OrderedDict()
+        self._tables: tuple[int, ...] = ()
+        self._warm = False
+        self.eager_because = _refusal(context) if graphs else "graphs were switched off"
+
+    @property
+    def captured(self) -> int:
+        """Graphs that are ready to be replayed."""
+        return sum(step is not None for step in self._seen.values())
+
+    def step(self, states: Sequence[SequenceState], tokens: Sequence[int]) -> torch.Tensor:
+        """Append `tokens[i]` to `states[i]` and run them: fp32 logits [len(states), V], valid until the next step.
+        Collective."""
+        for state in states:
+            state.append_token()
+        numbers = self._numbers(states, tokens)
+        if self.eager_because is not None:
+            return self._run(numbers, numbers.batch.upload(self._context.device))
+        self._drop_stale()
+        key = (numbers.batch.layout, numbers.chosen.counts)
+        captured = self._seen.get(key)
+        if captured is None and (key in self._seen or (self._warm and self._lasting(states))):
+            captured = self._capture(key, numbers)
+        if captured is not None:
+            self._seen.move_to_end(key)
+            return captured.replay(numbers.batch)
+        # What ops make once must not be made inside a graph, so the first step runs as it is, and so does the first of
+        # a shape that may never come back.
+        self._warm = True
+        self._seen.setdefault(key, None)
+        while len(self._seen) > _MOST_GRAPHS:
+            self._seen.popitem(last=False)
+        return self._run(numbers, numbers.batch.upload(self._context.device))
+
+    def _lasting(self, states: Sequence[SequenceState]) -> bool:
+        """Whether sequences of this length take steps of few shapes: all raw rows that are ever kept are there."""
+        geometry = self._context.geometry
+        most = max(tail_rows(kind, ratio) for ratio, kind in kinds_by_ratio(geometry).items())
+        return all(state.length > most for state in states)
+
+    def _capture(self, key: _Key, numbers: _StepNumbers) -> CapturedStep | None:
+        try:
+            self._seen[key] = capture(lambda there: self._run(numbers, there), numbers.batch, self._context.device)
+        except (RuntimeError, EngineError) as error:
+            # What is really wrong shows again where the step runs as it is.
+            self.eager_because = f"a step could not be captured: {str(error).splitlines()[0]}"
+            self._seen.clear()
+            return None
+        return self._seen[key]
+
+    def _drop_stale(self) -> None:
+        """A graph holds addresses; rope tables move when they grow."""
+        stages = self._context.stages
+        assert isinstance(stages, OpsExecutor)
+        if stages.addresses != self._tables:
+            self._seen.clear()
+            self._tables = stages.addresses
+
+    def _numbers(self, states: Sequence[SequenceState], tokens: Sequence[int]) -> _StepNumbers:
+        context, geometry = self._context, self._context.geometry
+        rows = RowSet(
+            sequences=np.arange(len(states), dtype=np.int64),
+            positions=np.array([state.length - 1 for state in states], dtype=np.int64),
+            full_rows=len(states),
+            rank=context.collectives.rank,
+            size=context.collectives.size,
+            chunk_rows=context.chunk_rows,
+        )
+        extras: dict[int, list[ExtraRow]] = {}
+        kept: dict[int, NDArray[np.int64]] = {}
+        for ratio, kind in kinds_by_ratio(geometry).items():
+            if kind is not AttentionKind.SLIDING:
+                extras[ratio], kept[ratio] = _kept_rows(states, tail_rows(kind, ratio))
+        ids = np.asarray(tokens, dtype=np.int64)
+        step = make_step(geometry, states, rows, ids, extras, extras_kept=True)
+        tables = {ratio: arrays() for ratio, arrays in step.by_ratio.items()}
+        chosen = ChosenRows.of(rows, range(len(states)))
+        own = [ids[rows.own_rows], chosen.own, chosen.order]
+        of_tables = [array for arrays in tables.values() for array in arrays.arrays()]
+        return _StepNumbers(
+            step=step, tables=tables, chosen=chosen, kept=tuple(kept),
+            batch=ArrayBatch([*own, *kept.values(), *step.base(), *of_tables]),
+        )  # fmt: skip
+
+    def _run(self, numbers: _StepNumbers, there: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A step over tensors of the batch's layout."""
+        context, pool, geometry = self._context, self._pool, self._context.geometry
+        tensors = iter(there)
+        own_ids, own, order = (next(tensors) for _ in range(3))
+        sources = {ratio: next(tensors) for ratio in numbers.kept}
+        base = list(islice(tensors, len(numbers.step.base())))
+        tables = {
+            ratio: (arrays, list(islice(tensors, len(arrays.arrays())))) for ratio, arrays in numbers.tables.items()
+        }
+        step = numbers.step.step(
+            base,
+            tables.__getitem__,
+            extra_raw=lambda layer: [tail[sources[geometry.ratio(layer)]] for tail in pool.tails[layer]],
+            restore=no_restore(context.local_width, context.dtype, context.device),
+        )
+        streams = context.stages.embed(own_ids)
+        for layer in range(geometry.layers):
+            streams = drain(context.walk.run(layer, step, pool, streams, tau=1.0, observe=Observation()))
+        return chosen_logits(context.stages, context.collectives, geometry, streams, own, numbers.chosen.counts, order)
 
 
-def _kept_rows(states: Sequence[SequenceState], keep: int, device: torch.device) -> tuple[list[ExtraRow], torch.Tensor]:
+@dataclass(frozen=True, kw_only=True)
+class _StepNumbers:
+    """One step on the host.
+
+    Attributes:
+        tables, kept: by ratio; ratios that keep raw rows.
+        batch: tokens of own rows, chosen rows, kept raw rows, what layers share, tables.
+    """
+
+    step: StepArrays
+    tables: Mapping[int, RatioArrays]
+    chosen: ChosenRows
+    kept: tuple[int, ...]
+    batch: ArrayBatch
+
+
+def _refusal(context: RankContext) -> str | None:
+    """Why steps of this rank cannot be captured, if so."""
+    if context.device.type != "cuda":
+        return f"there are no CUDA graphs on {context.device}"
+    if not isinstance(context.stages, OpsExecutor):
+        return "the engine's plans are no part of a graph"
+    if not context.stages.capturable:
+        return "ops of the torch references wait for the device"
+    if not context.collectives.capturable:
+        return "collectives between these ranks cannot be captured"
+    return None
+
+
+def _kept_rows(states: Sequence[SequenceState], keep: int) -> tuple[list[ExtraRow], NDArray[np.int64]]:
     """Raw rows kept from earlier steps: the last `keep` positions before the new token of each sequence."""
     extras, sources = [], []
     for index, state in enumerate(states):
         for position in range(max(0, state.length - 1 - keep), state.length - 1):
             extras.append(ExtraRow(sequence=index, position=position, exact=True))
             sources.append(state.slot * keep + position % keep)
-    return extras, torch.tensor(sources, dtype=torch.int64, device=device)
+    return extras, np.array(sources, dtype=np.int64)

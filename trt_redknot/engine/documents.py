@@ -16,7 +16,9 @@ from trt_redknot.engine.pool import CachePool, SequenceState, raw_widths
 from trt_redknot.engine.rowset import RowSet
 from trt_redknot.engine.tables import ExtraRow
 from trt_redknot.engine.tiles import ArtifactReader, DirectReads, Read, TileSource
+from trt_redknot.engine.uploads import ArrayBatch
 from trt_redknot.observability.events import Tier
+from trt_redknot.ops.cuda.rows import write_rows
 from trt_redknot.request.segments import Segment, SegmentKind
 
 
@@ -25,23 +27,46 @@ class Boundary:
     """Raw rows from artifacts that a row set may pool. Found once a row set, used in every layer.
 
     Attributes:
-        pieces: by artifact, rows of its boundary tensor: int64 [k], on the host.
+        pieces: by artifact, rows of its boundary tensor: int64 [k], on the host and on the device.
     """
 
     extras: tuple[ExtraRow, ...]
-    pieces: tuple[tuple[ArtifactReader, torch.Tensor], ...]
+    pieces: tuple[tuple[ArtifactReader, torch.Tensor, torch.Tensor], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restoration:
-    """Cached rows to fetch and the places they go to, by artifact. Found once a chunk, used in every layer.
-
-    Attributes:
-        pieces: by artifact, its rows int64 [k], on the host, and their places int64 [k], on the device.
-    """
+    """Cached rows to fetch and the places they go to, by artifact. Found once a row set, used in every layer."""
 
     rows: int
-    pieces: tuple[tuple[ArtifactReader, torch.Tensor, torch.Tensor], ...]
+    pieces: tuple[RestoredPiece, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredPiece:
+    """Rows of one artifact.
+
+    Attributes:
+        rows, device_rows: int64 [k], rows of its tensors, on the host and on the device.
+        places: where they go: int64 [k] on the device, or a slice where they go side by side.
+    """
+
+    reader: ArtifactReader
+    rows: torch.Tensor
+    device_rows: torch.Tensor
+    places: torch.Tensor | slice
+
+    def read(self, part: Part, layer: int | None) -> Read:
+        return Read(reader=self.reader, part=part, layer=layer, index=self.rows, device_index=self.device_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Rows of a table of the pool that a document's tensor goes to."""
+
+    reader: ArtifactReader
+    part: Part
+    rows: slice
 
 
 class Documents:
@@ -70,6 +95,7 @@ class Documents:
         self._dtype = dtype
         self._device = device
         self._source = source or DirectReads(dtype, device)
+        self._places: dict[tuple[AttentionKind, bool], tuple[_Place, ...]] = {}
 
     @property
     def moved(self) -> Mapping[Tier, int]:
@@ -91,7 +117,7 @@ class Documents:
         idle: bool,
         only_prefix: bool,
         boundary: Boundary,
-        restorations: Sequence[Restoration],
+        restoration: Restoration,
         then: Restoration | None = None,
     ) -> None:
         """Say what the next layers will read, so that it can be on its way before they ask.
@@ -100,21 +126,18 @@ class Documents:
             idle: some rows of the request do not run, so that layers are loaded.
             then: rows whose streams are filled after these layers.
         """
-        parts = [
-            [read for _, _, read in self._whole_parts(layer, only_prefix=only_prefix)] if idle else []
+        reads = [
+            [
+                *(self._whole_reads(layer, only_prefix=only_prefix) if idle else ()),
+                *self._boundary_reads(layer, boundary),
+                *(piece.read(Part.LOCAL, layer) for piece in restoration.pieces),
+            ]
             for layer in layers
         ]
-        rows = [self._row_reads(layer, boundary, restorations) for layer in layers]
-        streams = [] if then is None else [self._stream_reads(then)]
-        self._source.announce([*([*whole, *some] for whole, some in zip(parts, rows, strict=True)), *streams])
+        streams = [] if then is None else [[piece.read(Part.STREAMS, None) for piece in then.pieces]]
+        self._source.announce([*reads, *streams])
 
-    def _row_reads(self, layer: int, boundary: Boundary, restorations: Sequence[Restoration]) -> list[Read]:
-        reads = self._boundary_reads(layer, boundary)
-        for restoration in restorations:
-            reads += self._local_reads(layer, restoration)
-        return reads
-
-    def _whole_parts(self, layer: int, *, only_prefix: bool) -> Iterator[tuple[Segment, Part, Read]]:
+    def _whole_parts(self, layer: int, *, only_prefix: bool) -> Iterator[tuple[Segment, ArtifactReader, Part]]:
         """What `load_layer` reads, in its order."""
         parts = {
             AttentionKind.SLIDING: (Part.LATENTS,),
@@ -122,45 +145,71 @@ class Documents:
             AttentionKind.CSA: (Part.LATENTS, Part.ENTRIES, Part.INDEX_KEYS),
         }[self._geometry.attention_kinds[layer]]
         for segment, reader in self._documents:
-            if only_prefix and segment.kind is not SegmentKind.PREFIX:
-                continue
-            for part in parts:
-                yield segment, part, Read(reader=reader, part=part, layer=layer)
+            if not only_prefix or segment.kind is SegmentKind.PREFIX:
+                yield from ((segment, reader, part) for part in parts)
+
+    def _whole_reads(self, layer: int, *, only_prefix: bool) -> Iterator[Read]:
+        for _, reader, part in self._whole_parts(layer, only_prefix=only_prefix):
+            yield Read(reader=reader, part=part, layer=layer)
 
     def _boundary_reads(self, layer: int, boundary: Boundary) -> list[Read]:
         if self._geometry.attention_kinds[layer] is not AttentionKind.CSA:
             return []
-        return [Read(reader=reader, part=Part.BOUNDARY, layer=layer, index=index) for reader, index in boundary.pieces]
-
-    @staticmethod
-    def _local_reads(layer: int, restoration: Restoration) -> list[Read]:
-        return [Read(reader=reader, part=Part.LOCAL, layer=layer, index=rows) for reader, rows, _ in restoration.pieces]
+        return [
+            Read(reader=reader, part=Part.BOUNDARY, layer=layer, index=rows, device_index=device_rows)
+            for reader, rows, device_rows in boundary.pieces
+        ]
 
     def load_layer(self, layer: int, pool: CachePool, state: SequenceState, *, only_prefix: bool) -> None:
         """Put the cached latents, entries and Indexer keys of the documents into the pool; rows that run replace
         theirs."""
+        kind = self._geometry.attention_kinds[layer]
+        if (kind, only_prefix) not in self._places:
+            self._places[kind, only_prefix] = tuple(self._whole_places(layer, state, only_prefix=only_prefix))
+        tables = {
+            Part.LATENTS: pool.latents[layer],
+            Part.ENTRIES: pool.entries[layer],
+            Part.INDEX_KEYS: pool.index_keys[layer],
+        }
+        targets, values = [], []
+        for place in self._places[kind, only_prefix]:
+            table = tables[place.part]
+            assert table is not None
+            taken = self._source.take(Read(reader=place.reader, part=place.part, layer=layer))
+            targets.append(table[place.rows])
+            values.append(pool.rows.stored(place.part, taken))
+        if targets:
+            # One launch: there are many documents, and every one has three tensors in a layer.
+            torch._foreach_copy_(targets, values)
+
+    def _whole_places(self, layer: int, state: SequenceState, *, only_prefix: bool) -> Iterator[_Place]:
         ratio = self._geometry.ratio(layer)
-        for segment, part, read in self._whole_parts(layer, only_prefix=only_prefix):
+        for segment, reader, part in self._whole_parts(layer, only_prefix=only_prefix):
             if part is Part.LATENTS:
-                target: torch.Tensor | None = pool.latents[layer]
                 first, count = state.latent_offset + segment.start, segment.length
             else:
-                target = pool.entries[layer] if part is Part.ENTRIES else pool.index_keys[layer]
                 before = sum(each.entries(ratio) for each in state.segments[: segment.index])
                 first, count = state.entry_offsets[ratio] + before, segment.entries(ratio)
-            assert target is not None
-            target[first : first + count] = pool.rows.stored(part, self._source.take(read))
+            yield _Place(reader=reader, part=part, rows=slice(first, first + count))
 
     def boundary(self, rows: RowSet) -> Boundary:
         """Last rows of documents that do not run with `rows`; their raw projections are in the artifact."""
-        pieces, extras = [], []
+        runs = np.zeros(self._segments[-1].stop, dtype=bool)
+        runs[rows.positions] = True
+        found: list[tuple[ArtifactReader, NDArray[np.int64]]] = []
+        extras = []
         for segment, reader in self._documents:
             last = np.arange(max(0, segment.length - self._geometry.csa_ratio), segment.length)
-            idle = last[~np.isin(segment.start + last, rows.positions)]
+            idle = last[~runs[segment.start + last]]
             if idle.size:
-                pieces.append((reader, torch.from_numpy(idle - last[0])))
+                found.append((reader, idle - last[0]))
                 exact = segment.kind is SegmentKind.PREFIX
                 extras += [ExtraRow(sequence=0, position=segment.start + int(row), exact=exact) for row in idle]
+        there = ArrayBatch([kept for _, kept in found]).upload(self._device)
+        pieces = [
+            (reader, torch.from_numpy(kept), device_rows)
+            for (reader, kept), device_rows in zip(found, there, strict=True)
+        ]
         return Boundary(extras=tuple(extras), pieces=tuple(pieces))
 
     def boundary_raw(self, layer: int, boundary: Boundary) -> list[torch.Tensor]:
@@ -170,36 +219,47 @@ class Documents:
             return [torch.empty((0, width), dtype=self._dtype, device=self._device) for width in widths]
         parts = [torch.empty((0, sum(widths)), dtype=self._dtype, device=self._device)]
         parts += [self._source.take(read) for read in self._boundary_reads(layer, boundary)]
-        return list(torch.cat(parts).split(widths, dim=1))
+        # Few rows, which then join many: whole rows join at the speed of a copy, columns of a wider tensor do not.
+        return [columns.contiguous() for columns in torch.cat(parts).split(widths, dim=1)]
 
-    def restoration(self, positions: NDArray[np.int64]) -> Restoration:
-        """Where the cached rows of the tokens at these request positions are."""
-        pieces = []
+    def restoration(self, positions: NDArray[np.int64], places: NDArray[np.int64] | None = None) -> Restoration:
+        """Where the cached rows of the tokens at these request positions are.
+
+        Args:
+            places: int64, where each of them goes; left out: in their order.
+        """
+        found = []
         for segment, reader in self._documents:
             inside = np.flatnonzero((positions >= segment.start) & (positions < segment.stop))
             if inside.size:
-                rows = torch.from_numpy(positions[inside] - segment.start)
-                pieces.append((reader, rows, torch.from_numpy(inside).to(self._device)))
+                found.append((reader, positions[inside] - segment.start, inside if places is None else places[inside]))
+        arrays = [array for _, rows, target in found for array in (rows, target)]
+        there = iter(ArrayBatch(arrays).upload(self._device))
+        pieces = []
+        for reader, rows, target in found:
+            device_rows, scattered = next(there), next(there)
+            first, last = int(target[0]), int(target[-1])
+            side_by_side = last - first + 1 == len(target) and bool((np.diff(target) == 1).all())
+            pieces.append(
+                RestoredPiece(
+                    reader=reader, rows=torch.from_numpy(rows), device_rows=device_rows,
+                    places=slice(first, last + 1) if side_by_side else scattered,
+                )
+            )  # fmt: skip
         return Restoration(rows=len(positions), pieces=tuple(pieces))
 
     def restore_local(self, layer: int, restoration: Restoration) -> torch.Tensor:
         """Cached Local contributions of the rows, in their order: [rows, G * C of this rank]."""
         restored = torch.empty((restoration.rows, self._local_width), dtype=self._dtype, device=self._device)
-        reads = self._local_reads(layer, restoration)
-        for read, (_, _, places) in zip(reads, restoration.pieces, strict=True):
-            restored[places] = self._source.take(read)
+        for piece in restoration.pieces:
+            _put(restored, piece.places, self._source.take(piece.read(Part.LOCAL, layer)))
         return restored
 
-    @staticmethod
-    def _stream_reads(rows: Restoration) -> list[Read]:
-        return [Read(reader=reader, part=Part.STREAMS, layer=None, index=index) for reader, index, _ in rows.pieces]
-
-    def fill_streams(self, streams: torch.Tensor, restoration: Restoration) -> torch.Tensor:
-        """Put the residual streams that the artifacts kept before the trailing fence into [rows, S, M]."""
-        reads = self._stream_reads(restoration)
-        for read, (_, _, places) in zip(reads, restoration.pieces, strict=True):
-            streams[places] = self._source.take(read)
-        return streams
+    def fill_streams(self, streams: torch.Tensor, restoration: Restoration) -> None:
+        """Put the residual streams that the artifacts kept before the trailing fence into their places of
+        [rows, S, M]."""
+        for piece in restoration.pieces:
+            _put(streams, piece.places, self._source.take(piece.read(Part.STREAMS, None)))
 
     def salience(self, ratio: int) -> NDArray[np.float64]:
         """Salience the artifacts kept, for every entry of the request; entries of fresh segments have none (zero)."""
@@ -213,3 +273,10 @@ class Documents:
             else:
                 values.append(reader.tensor(Part.SALIENCE, None, torch.float64).cpu().numpy())
         return np.concatenate(values)
+
+
+def _put(target: torch.Tensor, places: torch.Tensor | slice, values: torch.Tensor) -> None:
+    if isinstance(places, slice):
+        target[places].copy_(values)
+    else:
+        write_rows(target, places, values)

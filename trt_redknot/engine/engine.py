@@ -19,6 +19,7 @@ from trt_redknot.collectives import Collectives, from_communicator
 from trt_redknot.collectives.agreement import agree
 from trt_redknot.collectives.device import connect
 from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.engine.chunking import agreed_chunk_rows
 from trt_redknot.engine.context import RankContext
 from trt_redknot.engine.generate import Admitted, Generation
 from trt_redknot.engine.loading import LoadedRank, default_device, find_device, load_rank, ops_for, stages_for
@@ -60,6 +61,7 @@ class Engine:
         tiles: TileOptions | None = None,
         plans: PlanBackend | None = None,
         watch: Callable[[ReferenceOps], ReferenceOps] | None = None,
+        chunk_rows: int | None = None,
     ) -> None:
         self.manifest = manifest
         self.geometry = geometry
@@ -80,7 +82,7 @@ class Engine:
             ops=ops,
             collectives=collectives,
             local_width=geometry.projected // collectives.size,
-            chunk_rows=manifest.chunk_rows,
+            chunk_rows=chunk_rows or manifest.chunk_rows,
             dtype=manifest.torch_dtype,
             device=device,
             tiles=Tiles(manifest.torch_dtype, device, tiles or TileOptions.default(device)),
@@ -106,6 +108,7 @@ class Engine:
         device: str | None = None,
         tiles: TileOptions | None = None,
         watch: Callable[[ReferenceOps], ReferenceOps] | None = None,
+        chunk_rows: int | None = None,
     ) -> Engine:
         """Load this rank's part of an engine directory.
 
@@ -117,6 +120,8 @@ class Engine:
                 each exchange rows over NCCL. Left out: "cuda" for engines of the tensorrt backend, else "cpu".
             tiles: how artifacts reach the device; left out: read ahead to a GPU, read in place on the host.
             watch: gets this rank's ops and returns what runs in their place, to see what passes through them.
+            chunk_rows: rows that go through a stage together, at most. Left out: what the engine was built with; with
+                our kernels on a GPU more, where every rank has the memory. Plans take what they were built for.
 
         Raises:
             EngineError: no engine, altered, of another backend, built for another number of ranks, or not the same
@@ -141,9 +146,10 @@ class Engine:
             )  # fmt: skip
         data_plane = connect(collectives, loaded.device)
         plans = None if loaded.plans is None else start_plans(loaded.plans, data_plane, loaded.device)
+        rows = agreed_chunk_rows(loaded, collectives, chunk_rows)
         return cls(
             loaded.manifest, loaded.geometry, loaded.layers, loaded.shared, data_plane, loaded.device, tiles, plans,
-            watch,
+            watch, rows,
         )  # fmt: skip
 
     @torch.inference_mode()

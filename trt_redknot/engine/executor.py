@@ -98,6 +98,24 @@ class StageExecutor(Protocol):
         ...
 
 
+class TorchOps(Ops, Protocol):
+    """Ops that run when they are called.
+
+    Attributes:
+        capturable: a CUDA graph can hold every one of them: none waits for the device.
+    """
+
+    capturable: bool
+
+    def prepared(self, weights: Weights) -> Weights:
+        """A layer's tensors as these ops read them fastest, made once; the same numbers under the same names."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineError for a fault that an op could only note on the device. May wait for it."""
+        ...
+
+
 class OpsExecutor:
     """Implements :class:`StageExecutor` over the ops of a torch backend.
 
@@ -113,13 +131,23 @@ class OpsExecutor:
         layers: Sequence[Weights],
         shared: Weights,
         ropes: Mapping[AttentionKind, torch.Tensor],
-        ops: Ops,
+        ops: TorchOps,
     ) -> None:
         self._geometry = geometry
-        self._layers = layers
+        self._layers = [ops.prepared(layer) for layer in layers]
         self._shared = shared
         self._ropes = ropes
         self._ops = ops
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold the stages."""
+        return self._ops.capturable
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of the tables that may move, in device memory."""
+        return tuple(table.data_ptr() for table in self._ropes.values())
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         streams: torch.Tensor = self._ops.embed(tokens, self._shared["embed"], streams=self._geometry.streams)
@@ -202,4 +230,5 @@ class OpsExecutor:
         return logits
 
     def check(self) -> None:
-        """Ops raise their faults at once."""
+        """Raise EngineError for what an op could only note. May wait for the device."""
+        self._ops.check()

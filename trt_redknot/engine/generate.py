@@ -15,13 +15,12 @@ from trt_redknot.admission.admit import Admission
 from trt_redknot.admission.reasons import FallbackReason
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.engine.context import RankContext
-from trt_redknot.engine.decode import decode_step
+from trt_redknot.engine.decode import Decoder
 from trt_redknot.engine.documents import Documents
 from trt_redknot.engine.head import logits_of
 from trt_redknot.engine.pool import CachePool, PoolRows, SequenceState
 from trt_redknot.engine.prefill import Prefill
 from trt_redknot.engine.response import Response
-from trt_redknot.engine.rowset import RowSet
 from trt_redknot.engine.sampling import Sampler
 from trt_redknot.engine.step import Observation
 from trt_redknot.engine.steps import Steps, drain
@@ -105,6 +104,7 @@ class Generation:
 
     def __init__(self, context: RankContext, pool: CachePool) -> None:
         self._context = context
+        self._decoder = Decoder(context, pool)
         self.pool = pool
 
     @staticmethod
@@ -164,8 +164,10 @@ class Generation:
         running.prefill_s = time.perf_counter() - started
         last = int(np.flatnonzero(prefilled.rows.positions == state.length - 1)[0])
         # What is kept while the request decodes leaves out the streams: they are the largest thing of a prefill.
-        running.plan, running.fanout = prefilled.plan, prefilled.observation.fanout
-        running.first_logits = self._logits(prefilled.streams, prefilled.rows, [last])[0]
+        running.plan, running.fanout = prefilled.plan, prefilled.observation.fanout()
+        running.first_logits = logits_of(
+            context.stages, context.collectives, context.geometry, prefilled.streams, prefilled.rows, [last]
+        )[0]
         running.tokens.append(running.sampler.draw(running.first_logits))
         running.ttft_s = time.perf_counter() - started
         running.moved, running.late_s = dict(cached.moved), sum(cached.lateness())
@@ -173,18 +175,11 @@ class Generation:
     def decode(self, batch: Sequence[Running]) -> None:
         """One more token for each of these requests, which are prefilled and not done."""
         started = time.perf_counter()
-        streams, rows = decode_step(
-            self._context, self.pool, [each.state for each in batch], [each.tokens[-1] for each in batch]
-        )
-        logits = self._logits(streams, rows, range(len(batch)))
+        logits = self._decoder.step([each.state for each in batch], [each.tokens[-1] for each in batch])
         elapsed = time.perf_counter() - started
         for each, row in zip(batch, logits, strict=True):
             each.tokens.append(each.sampler.draw(row))
             each.decode_s += elapsed
-
-    def _logits(self, streams: torch.Tensor, rows: RowSet, chosen: Sequence[int]) -> torch.Tensor:
-        context = self._context
-        return logits_of(context.stages, context.collectives, context.geometry, streams, rows, chosen)
 
     def respond(self, running: Running) -> Response:
         """The answer so far, with its report. Collective."""

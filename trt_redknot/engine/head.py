@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trt_redknot.collectives import Collectives
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.engine.executor import StageExecutor
 from trt_redknot.engine.rowset import RowSet
+from trt_redknot.engine.uploads import ArrayBatch
 from trt_redknot.partition import even_split
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenRows:
+    """Rows of a row set whose logits are asked for.
+
+    Attributes:
+        own: int64 [k], those of this rank, in its own storage.
+        counts: how many each rank owns.
+        order: int64 [n], the places of the asked rows, in the order asked, among the rows gathered in rank order.
+    """
+
+    own: NDArray[np.int64]
+    counts: tuple[int, ...]
+    order: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: RowSet, chosen: Sequence[int]) -> ChosenRows:
+        asked = np.asarray(chosen, dtype=np.int64)
+        owners = rows.owners[asked]
+        # Own rows ascend in the row set, and so do their places in the rank's storage.
+        own = np.searchsorted(rows.own_rows, asked[owners == rows.rank])
+        return cls(
+            own=own,
+            counts=tuple(np.bincount(owners, minlength=rows.size).tolist()),
+            order=np.argsort(np.argsort(owners, kind="stable"), kind="stable"),
+        )
 
 
 def logits_of(
@@ -23,13 +53,22 @@ def logits_of(
     chosen: Sequence[int],
 ) -> torch.Tensor:
     """fp32 logits [len(chosen), V] of rows of the row set, the same on every rank. Collective."""
-    owners = rows.owners[list(chosen)]
-    place = {int(row): index for index, row in enumerate(rows.own_rows)}
-    mine = [place[row] for row in chosen if row in place]
-    counts = np.bincount(owners, minlength=collectives.size).tolist()
-    # Gathered in rank order; `order` puts them back as they were asked for.
-    gathered = collectives.all_gather(streams[torch.tensor(mine, dtype=torch.int64, device=streams.device)], counts)
-    order = np.argsort(np.argsort(owners, kind="stable"), kind="stable")
-    share = stages.head(gathered[torch.from_numpy(order).to(streams.device)])
+    asked = ChosenRows.of(rows, chosen)
+    own, order = ArrayBatch([asked.own, asked.order]).upload(streams.device)
+    return chosen_logits(stages, collectives, geometry, streams, own, asked.counts, order)
+
+
+def chosen_logits(
+    stages: StageExecutor,
+    collectives: Collectives,
+    geometry: ModelGeometry,
+    streams: torch.Tensor,
+    own: torch.Tensor,
+    counts: Sequence[int],
+    order: torch.Tensor,
+) -> torch.Tensor:
+    """`logits_of` for :class:`ChosenRows` that are on the device already. Collective."""
+    gathered = collectives.all_gather(streams[own], counts)
+    share = stages.head(gathered[order])
     columns = [len(part) for part in even_split(geometry.vocab, collectives.size)]
     return collectives.all_gather(share.float().T.contiguous(), columns).T.contiguous()

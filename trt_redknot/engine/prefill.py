@@ -12,15 +12,26 @@ from numpy.typing import NDArray
 from trt_redknot.config.geometry import AttentionKind
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.engine.context import RankContext
-from trt_redknot.engine.documents import Documents, Restoration
+from trt_redknot.engine.documents import Boundary, Documents, Restoration
 from trt_redknot.engine.pool import CachePool, SequenceState
 from trt_redknot.engine.rowset import RowSet, redistribute
-from trt_redknot.engine.step import Observation, Step, no_extra_raw, no_restore
+from trt_redknot.engine.step import LayerRows, Observation, Step, make_step, no_extra_raw, no_restore
 from trt_redknot.engine.steps import Steps
-from trt_redknot.engine.tables import ratio_tables
-from trt_redknot.request.controller import candidates, protect, select_rows
+from trt_redknot.engine.tables import RatioArrays
+from trt_redknot.engine.uploads import ArrayBatch, fetch, upload
+from trt_redknot.request.controller import has_candidates, protect, select_rows
 from trt_redknot.request.rows import RowPlan
 from trt_redknot.request.segments import Protection, RowClass, Segment, SegmentKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """What the layers of a row set share."""
+
+    rows: RowSet
+    step: Step
+    boundary: Boundary
+    restoration: Restoration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +73,7 @@ class Prefill:
         geometry = context.geometry
         self._has_csa = AttentionKind.CSA in geometry.attention_kinds
         self._window = geometry.csa_ratio
+        self._planned: dict[int, _Planned] = {}
 
     def run(self) -> Steps[Prefilled]:
         """All phases in order, in steps. Collective."""
@@ -69,9 +81,9 @@ class Prefill:
         flags = protect(segments, self._policy, self._window)
         everywhere = _positions_outside_idle_prefix(segments, flags)
         leading = self._row_set(everywhere, len(everywhere))
-        own_tokens = torch.from_numpy(self._tokens[leading.positions[leading.own_rows]]).to(self._context.device)
+        own_tokens = upload(self._tokens[leading.positions[leading.own_rows]], self._context.device)
         streams = self._context.stages.embed(own_tokens)
-        choice = candidates(segments, flags, self._window).rows > 0
+        choice = has_candidates(segments, flags)
         scored = [layer for layer in range(profile.leading_fence) if self._is_csa(layer)] if choice else []
         if scored:
             self._observe.salience_layers = scored
@@ -80,6 +92,8 @@ class Prefill:
         plan = self._select(flags, choice=choice, live_scores=bool(scored))
 
         live = self._live_rows(plan)
+        if live.full_rows == leading.full_rows and np.array_equal(live.positions, leading.positions):
+            live = leading
         idle = self._idle_rows(live, leading)
         streams, _ = redistribute(self._context.collectives, streams, leading, live)
         streams = yield from self._layers(
@@ -117,7 +131,8 @@ class Prefill:
         scores: NDArray[np.float64] | None = None
         if live_scores:
             assert self._observe.salience is not None
-            scores = self._observe.salience[0].cpu().numpy()
+            # The one wait of a prefill: which rows run next depends on these scores.
+            scores = fetch(self._observe.salience[0])
         elif choice and self._has_csa:
             scores = self._documents.salience(self._window)
         top_entries = geometry.index_topk if policy is None or policy.top_entries is None else policy.top_entries
@@ -136,17 +151,19 @@ class Prefill:
         if self._policy is None or self._policy.epilogue != "full":
             return None
         own = leading.positions[leading.own_rows]
-        return self._documents.restoration(own[~np.isin(own, live.positions)])
+        runs = np.zeros(self._state.length, dtype=bool)
+        runs[live.positions] = True
+        idle = np.flatnonzero(~runs[own])
+        return self._documents.restoration(own[idle], idle)
 
     def _trailing(
         self, live: RowSet, leading: RowSet, streams: torch.Tensor, idle: Restoration | None
     ) -> tuple[RowSet, torch.Tensor]:
         """The rows of the trailing fence and their own streams."""
         if self._policy is None or self._policy.epilogue == "full":
-            moved, known = redistribute(self._context.collectives, streams, live, leading)
+            moved, _ = redistribute(self._context.collectives, streams, live, leading)
             if idle is not None and idle.rows:
-                index = torch.from_numpy(np.flatnonzero(~known)).to(moved.device)
-                moved[index] = self._documents.fill_streams(moved[index], idle)
+                self._documents.fill_streams(moved, idle)
             return leading, moved
         ordered = self._row_set(np.sort(live.positions), live.rows)
         moved, _ = redistribute(self._context.collectives, streams, live, ordered)
@@ -174,35 +191,43 @@ class Prefill:
         return streams
 
     def _step(self, rows: RowSet, layers: range, *, only_prefix: bool, then: Restoration | None) -> Step:
-        """The tables of a row set. What its layers read of the documents is announced first, and copied meanwhile."""
-        context, documents = self._context, self._documents
-        ratio = context.geometry.csa_ratio
-        idle = rows.rows < self._state.length
-        boundary = documents.boundary(rows)
-        restorations = {
-            chunk.rows.start: documents.restoration(rows.positions[chunk.rows][rows.full_in(chunk) :])
-            for chunk in rows.chunks
-        }
-        documents.announce(
-            layers, idle=idle, only_prefix=only_prefix, boundary=boundary,
-            restorations=tuple(restorations.values()), then=then,
+        """The step of a row set. What its layers read of the documents is announced, and copied meanwhile."""
+        planned = self._planned.get(id(rows))
+        if planned is None:
+            # Both fences may run the same rows: their tables are made once.
+            planned = self._planned[id(rows)] = self._plan(rows)
+        self._documents.announce(
+            layers, idle=rows.rows < self._state.length, only_prefix=only_prefix, boundary=planned.boundary,
+            restoration=planned.restoration, then=then,
         )  # fmt: skip
-        starts = np.array([segment.start for segment in self._state.segments])
-        frames = rows.positions - starts[np.searchsorted(starts, rows.positions, side="right") - 1]
-        device = context.device
-        return Step(
-            rows=rows,
-            tokens=torch.from_numpy(self._tokens[rows.positions]).to(device),
-            frames=torch.from_numpy(frames).to(device),
-            pool_rows=torch.from_numpy(rows.positions + self._state.latent_offset).to(device),
-            tables=ratio_tables(context.geometry, [self._state], rows, {ratio: boundary.extras}, device),
-            extra_raw=(lambda layer: documents.boundary_raw(layer, boundary)) if idle else no_extra_raw(self._pool),
+        return planned.step
+
+    def _plan(self, rows: RowSet) -> _Planned:
+        context, documents, pool = self._context, self._documents, self._pool
+        boundary = documents.boundary(rows)
+        restoration = documents.restoration(rows.positions[rows.full_rows :])
+        idle = rows.rows < self._state.length
+        arrays = make_step(
+            context.geometry, [self._state], rows, self._tokens[rows.positions],
+            {context.geometry.csa_ratio: boundary.extras},
+        )  # fmt: skip
+
+        def bring(ratio: int) -> tuple[RatioArrays, list[torch.Tensor]]:
+            """When a layer asks: the device is busy with the layers before it."""
+            found = arrays.by_ratio[ratio]()
+            return found, ArrayBatch(found.arrays()).upload(context.device)
+
+        step = arrays.step(
+            ArrayBatch(arrays.base()).upload(context.device),
+            bring,
+            extra_raw=(lambda layer: documents.boundary_raw(layer, boundary)) if idle else no_extra_raw(pool),
             restore=(
-                no_restore(context.local_width, context.dtype, device)
+                no_restore(context.local_width, context.dtype, context.device)
                 if rows.full_rows == rows.rows
-                else lambda layer, chunk: documents.restore_local(layer, restorations[chunk.rows.start])
+                else LayerRows(lambda layer: documents.restore_local(layer, restoration), rows)
             ),
         )
+        return _Planned(rows=rows, step=step, boundary=boundary, restoration=restoration)
 
 
 def _positions_outside_idle_prefix(segments: Sequence[Segment], flags: NDArray[np.uint8]) -> NDArray[np.int64]:

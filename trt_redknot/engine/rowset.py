@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from trt_redknot.collectives import Collectives
+from trt_redknot.engine.uploads import ArrayBatch
+from trt_redknot.ops.cuda.rows import write_rows
 from trt_redknot.partition import even_split
 
 
@@ -35,11 +37,13 @@ class RowSet:
     """Rows that run through some layers, those that run all heads first.
 
     Every chunk is spread over all ranks, so that no rank gets only late rows (which see more entries than early ones).
+    Chunks are as few as `chunk_rows` allows and of equal size, up to what lets all ranks have equally many rows.
 
     Attributes:
         sequences: int64 [R]: which sequence of the batch a row belongs to.
         positions: int64 [R]: request position.
         full_rows: the first so many rows run all heads.
+        chunk_rows: rows of a chunk, at most.
     """
 
     sequences: NDArray[np.int64]
@@ -56,8 +60,9 @@ class RowSet:
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         chunks, own_start = [], 0
-        for start in range(0, self.rows, self.chunk_rows):
-            stop = min(start + self.chunk_rows, self.rows)
+        step = self._rows_a_chunk()
+        for start in range(0, self.rows, step):
+            stop = min(start + step, self.rows)
             shares = even_split(stop - start, self.size)
             mine = shares[self.rank]
             chunks.append(
@@ -70,6 +75,12 @@ class RowSet:
             )
             own_start += len(mine)
         return tuple(chunks)
+
+    def _rows_a_chunk(self) -> int:
+        fewest = -(-self.rows // self.chunk_rows)
+        equal = -(-self.rows // max(1, fewest))
+        whole = -(-equal // self.size) * self.size
+        return max(1, whole if whole <= self.chunk_rows else equal)
 
     @cached_property
     def owners(self) -> NDArray[np.int64]:
@@ -116,8 +127,8 @@ def redistribute(
     slots = arriving[np.lexsort((wanted[arriving], source[arriving]))]
     receive_counts = np.bincount(source[slots], minlength=old.size)
 
-    rows = own[torch.from_numpy(order).to(own.device)]
-    received = collectives.all_to_all(rows, send_counts.tolist(), receive_counts.tolist())
+    sent_rows, places = ArrayBatch([order, slots]).upload(own.device)
+    received = collectives.all_to_all(own.index_select(0, sent_rows), send_counts.tolist(), receive_counts.tolist())
     moved = own.new_zeros((len(wanted), *own.shape[1:]))
-    moved[torch.from_numpy(slots).to(own.device)] = received
+    write_rows(moved, places, received)
     return moved, source >= 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry
 from trt_redknot.engine.pool import SequenceState, tail_rows
 from trt_redknot.engine.rowset import RowSet
+from trt_redknot.engine.uploads import ArrayBatch
 from trt_redknot.ops.tables import AttentionTable, CompressTable
-from trt_redknot.request.segments import Segment, SegmentKind
+from trt_redknot.request.segments import Segment
 from trt_redknot.request.visibility import visible_entries
 
 
@@ -36,40 +37,91 @@ class RatioTables:
     """Tables shared by all layers of one compression ratio (0: no compressor).
 
     Attributes:
+        entry_count: compressed entries of all sequences, as the host knows them.
+        extras_kept: the extra raw rows are in the pool's tails already; only rows of the step are to be kept.
         tail_targets, tail_sources: int64: raw rows to keep for decoding, as rows of the pool's tails and of the raw
-            rows.
+            rows, or (with `extras_kept`) of the step's rows.
     """
 
     attention: AttentionTable
     compress: CompressTable | None
+    entry_count: int
+    extras_kept: bool
     tail_targets: torch.Tensor
     tail_sources: torch.Tensor
 
 
-def attention_table(
-    sequences: Sequence[SequenceState], rows: RowSet, ratio: int, device: torch.device
-) -> AttentionTable:
-    """Where the keys of the step's rows lie, for layers of one ratio."""
+@dataclass(frozen=True, kw_only=True)
+class RatioArrays:
+    """What :class:`RatioTables` is made of, on the host: int64, as the attributes of the tables say.
+
+    Attributes:
+        entries, slots, frames: of the :class:`CompressTable`; None where the layers have no compressor.
+    """
+
+    extras_kept: bool
+    segments: NDArray[np.int64]
+    visible: NDArray[np.int64]
+    entries: NDArray[np.int64] | None
+    slots: NDArray[np.int64] | None
+    frames: NDArray[np.int64] | None
+    tail_targets: NDArray[np.int64]
+    tail_sources: NDArray[np.int64]
+
+    def arrays(self) -> list[NDArray[np.int64]]:
+        """All of them, in the order that `tables` takes them in."""
+        compress = [self.entries, self.slots, self.frames]
+        there = [array for array in compress if array is not None]
+        return [self.segments, self.visible, self.tail_targets, self.tail_sources, *there]
+
+    def tables(
+        self, there: Iterator[torch.Tensor], *, positions: torch.Tensor, row_segments: torch.Tensor
+    ) -> RatioTables:
+        """The tables over tensors of the same numbers, and of those that all ratios share."""
+        segments, visible, targets, sources = (next(there) for _ in range(4))
+        compress = None
+        if self.entries is not None:
+            entries, slots, frames = (next(there) for _ in range(3))
+            compress = CompressTable(entries=entries, slots=slots, positions=frames)
+        return RatioTables(
+            attention=AttentionTable(
+                segments=segments, row_segments=row_segments, positions=positions, visible=visible
+            ),
+            compress=compress,
+            entry_count=int(self.segments[:, -1].sum()),
+            extras_kept=self.extras_kept,
+            tail_targets=targets,
+            tail_sources=sources,
+        )
+
+
+def _segment_records(sequences: Sequence[SequenceState], ratio: int) -> NDArray[np.int64]:
     records: list[tuple[int, int, int, int, int]] = []
-    spans = []
     for state in sequences:
         entry_offset = state.entry_offsets.get(ratio, 0)
-        first = len(records)
         for segment in state.segments:
             count = segment.entries(ratio)
             records.append((segment.start, segment.stop, state.latent_offset + segment.start, entry_offset, count))
             entry_offset += count
-        spans.append((first, len(records)))
+    return np.array(records, dtype=np.int64)
+
+
+def row_segments_of(sequences: Sequence[SequenceState], rows: RowSet) -> NDArray[np.int64]:
+    """First segment of each row's sequence, and one past its last: [R, 2]."""
+    last = np.cumsum([len(state.segments) for state in sequences])
+    first = last - [len(state.segments) for state in sequences]
+    spans = np.stack([first, last], axis=1).astype(np.int64)
+    return np.repeat(spans, rows.rows, axis=0) if len(sequences) == 1 else spans[rows.sequences]
+
+
+def _visible(sequences: Sequence[SequenceState], rows: RowSet, ratio: int) -> NDArray[np.int64]:
+    if len(sequences) == 1:
+        return visible_entries(sequences[0].segments, rows.positions, ratio)
     visible = np.zeros(rows.rows, dtype=np.int64)
     for index, state in enumerate(sequences):
         mine = rows.sequences == index
         visible[mine] = visible_entries(state.segments, rows.positions[mine], ratio)
-    return AttentionTable(
-        segments=torch.tensor(records, dtype=torch.int64, device=device),
-        row_segments=torch.from_numpy(np.asarray(spans, dtype=np.int64)[rows.sequences]).to(device),
-        positions=torch.from_numpy(rows.positions).to(device),
-        visible=torch.from_numpy(visible).to(device),
-    )
+    return visible
 
 
 def _pool_positions(segment: Segment, windows: NDArray[np.int64], ratio: int, overlap: bool) -> NDArray[np.int64]:
@@ -84,35 +136,48 @@ def _pool_positions(segment: Segment, windows: NDArray[np.int64], ratio: int, ov
     return np.concatenate([before, own], axis=1)
 
 
-def _refreshed(
-    segment: Segment, slots: NDArray[np.int64], positions: NDArray[np.int64], exact: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
-    """Which windows have all the rows they pool. A document's entry also needs them all to be exact."""
-    there = (slots >= 0) | (positions < 0)
-    if segment.kind is not SegmentKind.FRESH:
-        there &= exact | (positions < 0)
-    complete: NDArray[np.bool_] = np.asarray(there.all(axis=1))
-    return complete
-
-
 @dataclass(frozen=True, kw_only=True)
 class _RawIndex:
-    """Raw row of every position of one sequence, -1 where there is none, and whether it is exact."""
+    """Raw row of positions `origin`, `origin + 1`, ... of one sequence, -1 where there is none, and whether it is
+    there, is exact, runs. Before the origin nothing runs and nothing is pooled by what does.
 
+    The last element stands for no position: it has no row, and an entry does not miss it.
+    """
+
+    origin: int
     row: NDArray[np.int64]
+    there: NDArray[np.bool_]
     exact: NDArray[np.bool_]
+    running: NDArray[np.bool_]
+
+    def places(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where positions are in the arrays; -1 (no position) stays."""
+        return positions if self.origin == 0 else np.where(positions < 0, -1, positions - self.origin)
 
 
-def _raw_index(state: SequenceState, index: int, rows: RowSet, extras: Sequence[ExtraRow]) -> _RawIndex:
-    row = np.full(state.length, -1, dtype=np.int64)
-    exact = np.zeros(state.length, dtype=bool)
-    for raw, extra in enumerate(extras):
-        if extra.sequence == index:
-            row[extra.position], exact[extra.position] = raw, extra.exact
-    mine = np.flatnonzero(rows.sequences == index)
-    row[rows.positions[mine]] = len(extras) + mine
-    exact[rows.positions[mine]] = True
-    return _RawIndex(row=row, exact=exact)
+def _raw_indices(
+    sequences: Sequence[SequenceState], rows: RowSet, ratio: int, extras: Sequence[ExtraRow]
+) -> list[_RawIndex]:
+    indices = []
+    for index, state in enumerate(sequences):
+        mine = np.flatnonzero(rows.sequences == index)
+        positions = rows.positions[mine]
+        known = [(raw, extra) for raw, extra in enumerate(extras) if extra.sequence == index]
+        # A running row's window, and the one before it, begin less than two windows before the row.
+        first = min([*(extra.position for _, extra in known), int(positions.min(initial=state.length))])
+        origin = max(0, first - 2 * ratio)
+        size = state.length - origin + 1
+        row = np.full(size, -1, dtype=np.int64)
+        exact, running = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
+        for raw, extra in known:
+            row[extra.position - origin], exact[extra.position - origin] = raw, extra.exact
+        row[positions - origin] = len(extras) + mine
+        exact[positions - origin] = True
+        running[positions - origin] = True
+        there = row >= 0
+        there[-1] = exact[-1] = True
+        indices.append(_RawIndex(origin=origin, row=row, there=there, exact=exact, running=running))
+    return indices
 
 
 def compress_table(
@@ -127,71 +192,95 @@ def compress_table(
 
     An entry is written when one of its window's rows runs in this step and every row it pools is there.
     """
+    raw = _raw_indices(sequences, rows, ratio, extras)
+    entries, slots, frames = ArrayBatch(_compress_arrays(sequences, raw, ratio, overlap)).upload(device)
+    return CompressTable(entries=entries, slots=slots, positions=frames)
+
+
+def _compress_arrays(
+    sequences: Sequence[SequenceState], raws: Sequence[_RawIndex], ratio: int, overlap: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     entries, slots, frames = [], [], []
     width = (2 if overlap else 1) * ratio
-    for index, state in enumerate(sequences):
-        raw = _raw_index(state, index, rows, extras)
-        running = np.zeros(state.length, dtype=bool)
-        running[rows.positions[rows.sequences == index]] = True
+    for state, raw in zip(sequences, raws, strict=True):
         offset = state.entry_offsets[ratio]
         for segment in state.segments:
             count = segment.entries(ratio)
-            touched = np.unique(np.flatnonzero(running[segment.start : segment.stop]) // ratio)
-            windows = touched[touched < count]
-            positions = _pool_positions(segment, windows, ratio, overlap)
-            found = np.where(positions >= 0, raw.row[np.maximum(positions, 0)], -1)
-            exact = raw.exact[np.maximum(positions, 0)] & (positions >= 0)
-            written = _refreshed(segment, found, positions, exact)
-            entries.append(offset + windows[written])
-            slots.append(found[written])
-            frames.append(windows[written] * ratio)
+            windows = _touched(segment, raw, ratio, count)
+            places = raw.places(_pool_positions(segment, windows, ratio, overlap))
+            # Every row it pools is there; a document's entry also needs them all to be exact.
+            usable = raw.exact if segment.is_document else raw.there
+            written = usable[places].all(axis=1)
+            if not written.all():
+                windows, places = windows[written], places[written]
+            entries.append(offset + windows)
+            slots.append(raw.row[places])
+            frames.append(windows * ratio)
             offset += count
-    return CompressTable(
-        entries=torch.from_numpy(np.concatenate(entries)).to(device),
-        slots=torch.from_numpy(np.concatenate(slots).reshape(-1, width)).to(device),
-        positions=torch.from_numpy(np.concatenate(frames)).to(device),
-    )
+    return np.concatenate(entries), np.concatenate(slots).reshape(-1, width), np.concatenate(frames)
+
+
+def _touched(segment: Segment, raw: _RawIndex, ratio: int, count: int) -> NDArray[np.int64]:
+    """The windows, of the segment's first `count`, that a running row lies in."""
+    skipped = min(count, max(0, -(-(raw.origin - segment.start) // ratio)))
+    start = segment.start + skipped * ratio - raw.origin
+    running = raw.running[max(0, start) : max(0, segment.stop - raw.origin)]
+    left = count - skipped
+    whole = min(left, len(running) // ratio)
+    touched = np.zeros(left, dtype=bool)
+    touched[:whole] = running[: whole * ratio].reshape(whole, ratio).any(axis=1)
+    if whole < left:
+        touched[whole] = running[whole * ratio :].any()
+    return skipped + np.flatnonzero(touched)
 
 
 def _tail_rows(
-    sequences: Sequence[SequenceState], rows: RowSet, keep: int, extras: Sequence[ExtraRow]
+    sequences: Sequence[SequenceState], raws: Sequence[_RawIndex], keep: int, kept: int | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     targets, sources = [], []
-    for index, state in enumerate(sequences):
-        raw = _raw_index(state, index, rows, extras).row
-        positions = np.arange(max(0, state.length - keep), state.length)
-        positions = positions[raw[positions] >= 0]
+    for state, raw in zip(sequences, raws, strict=True):
+        positions = np.arange(max(raw.origin, state.length - keep), state.length)
+        there = raw.row[positions - raw.origin] >= 0 if kept is None else raw.running[positions - raw.origin]
+        positions = positions[there]
         targets.append(state.slot * keep + positions % max(keep, 1))
-        sources.append(raw[positions])
+        sources.append(raw.row[positions - raw.origin] - (kept or 0))
     return np.concatenate(targets), np.concatenate(sources)
 
 
-def ratio_tables(
-    geometry: ModelGeometry,
+def kinds_by_ratio(geometry: ModelGeometry) -> dict[int, AttentionKind]:
+    """The compression ratios of the network's layers, in the order of its first layers of each."""
+    ratios = {
+        AttentionKind.SLIDING: 0,
+        AttentionKind.CSA: geometry.csa_ratio,
+        AttentionKind.HCA: geometry.hca_ratio,
+    }
+    return {ratios[kind]: kind for kind in dict.fromkeys(geometry.attention_kinds)}
+
+
+def ratio_arrays(
+    kind: AttentionKind,
+    ratio: int,
     sequences: Sequence[SequenceState],
     rows: RowSet,
-    extras: Mapping[int, Sequence[ExtraRow]],
-    device: torch.device,
-) -> dict[int, RatioTables]:
-    """Tables of a step by ratio. `extras` lists, by ratio, the raw rows that do not run in the step."""
-    tables = {}
-    for kind in dict.fromkeys(geometry.attention_kinds):
-        ratio = {
-            AttentionKind.SLIDING: 0,
-            AttentionKind.CSA: geometry.csa_ratio,
-            AttentionKind.HCA: geometry.hca_ratio,
-        }[kind]
-        attention = attention_table(sequences, rows, ratio, device)
-        empty = torch.empty(0, dtype=torch.int64, device=device)
-        if ratio == 0:
-            tables[ratio] = RatioTables(attention=attention, compress=None, tail_targets=empty, tail_sources=empty)
-            continue
-        known = extras.get(ratio, ())
-        targets, sources = _tail_rows(sequences, rows, tail_rows(kind, ratio), known)
-        tables[ratio] = RatioTables(
-            attention=attention,
-            compress=compress_table(sequences, rows, ratio, kind is AttentionKind.CSA, known, device),
-            tail_targets=torch.from_numpy(targets).to(device),
-            tail_sources=torch.from_numpy(sources).to(device),
-        )
-    return tables
+    extras: Sequence[ExtraRow],
+    *,
+    extras_kept: bool = False,
+) -> RatioArrays:
+    """Tables of a step for the layers of one ratio.
+
+    Args:
+        extras: the raw rows that do not run in the step.
+        extras_kept: they are in the pool's tails already.
+    """
+    entries = slots = frames = None
+    targets = sources = np.empty(0, dtype=np.int64)
+    if ratio:
+        raws = _raw_indices(sequences, rows, ratio, extras)
+        entries, slots, frames = _compress_arrays(sequences, raws, ratio, kind is AttentionKind.CSA)
+        kept = len(extras) if extras_kept else None
+        targets, sources = _tail_rows(sequences, raws, tail_rows(kind, ratio), kept)
+    return RatioArrays(
+        extras_kept=extras_kept,
+        segments=_segment_records(sequences, ratio), visible=_visible(sequences, rows, ratio), entries=entries,
+        slots=slots, frames=frames, tail_targets=targets, tail_sources=sources,
+    )  # fmt: skip

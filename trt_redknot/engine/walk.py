@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trt_redknot.config.geometry import ModelGeometry, RouterKind
 from trt_redknot.engine.executor import StageExecutor
 from trt_redknot.engine.pool import CachePool
-from trt_redknot.engine.rowset import Chunk
-from trt_redknot.engine.step import Observation, Step
+from trt_redknot.engine.step import Observation, PartTables, Step, StepPart
 from trt_redknot.engine.steps import Steps
 from trt_redknot.engine.tables import RatioTables
+from trt_redknot.engine.uploads import ArrayBatch
 from trt_redknot.model.layers import Projected
 from trt_redknot.model.spec import LayerSpec
 from trt_redknot.ops.interface import Ops
+from trt_redknot.ops.tables import CompressTable
+from trt_redknot.partition import even_split
 
 
 class LayerWalk:
@@ -47,21 +54,24 @@ class LayerWalk:
         Stops after each chunk's projection and after each chunk's attention.
         """
         spec = LayerSpec(geometry=self._geometry, layer=layer, tau=tau, first_expert=self._first_expert)
-        tables = step.tables[self._geometry.ratio(layer)]
+        ratio = self._geometry.ratio(layer)
+        tables, cut = step.of_ratio(ratio)
         projected = yield from self._project(spec, step, pool, streams, tables)
         if layer in observe.salience_layers:
-            self._salience(spec, step, pool, projected, tables, observe)
-        outputs = torch.empty_like(streams)
-        for chunk, own in zip(step.rows.chunks, projected, strict=True):
-            partial = self._attend(spec, step, pool, chunk, own, tables, observe)
-            outputs[chunk.own], ids = self._stages.mix(
-                spec, streams[chunk.own], own, partial, step.tokens[chunk.own_rows], chunk.counts
-            )
-            if layer in observe.fanout_layers and spec.router is RouterKind.LEARNED:
-                # Not bincount: on a GPU it waits for the largest value.
-                fanouts = torch.arange(self._geometry.experts_per_token + 1, device=ids.device)
-                counts = ((ids >= 0).sum(1, keepdim=True) == fanouts).sum(0)
-                observe.fanout = counts if observe.fanout is None else observe.fanout + counts
+            self._salience(spec, step, pool, projected, ratio, observe)
+        counted = layer in observe.fanout_layers and spec.router is RouterKind.LEARNED
+        whole = len(step.parts) == 1
+        outputs = streams if whole else torch.empty_like(streams)
+        for part, own, keys in zip(step.parts, projected, cut, strict=True):
+            partial = self._attend(spec, step, pool, part, own, keys, observe)
+            own_streams = streams if whole else streams[part.chunk.own]
+            mixed, ids = self._stages.mix(spec, own_streams, own, partial, part.tokens, part.chunk.counts)
+            if whole:
+                outputs = mixed
+            else:
+                outputs[part.chunk.own] = mixed
+            if counted:
+                observe.expert_ids.append(ids)
             yield
         return outputs
 
@@ -70,46 +80,64 @@ class LayerWalk:
     ) -> Steps[list[Projected]]:
         ops, layer = self._ops, spec.layer
         projected = []
-        raw: list[list[torch.Tensor]] = [[extra] for extra in step.extra_raw(layer)]
-        for chunk in step.rows.chunks:
-            own = self._stages.project(spec, streams[chunk.own], step.frames[chunk.own_rows])
-            ops.write_rows(pool.latents[layer], step.pool_rows[chunk.rows], ops.all_gather(own.latent, chunk.counts))
+        raw: list[list[torch.Tensor]] = [[] for _ in pool.tails[layer]]
+        for part in step.parts:
+            chunk = part.chunk
+            own = self._stages.project(spec, streams[chunk.own], part.frames)
+            ops.write_rows(pool.latents[layer], part.pool_rows, ops.all_gather(own.latent, chunk.counts))
             for collected, rows in zip(raw, own.raw, strict=True):
                 collected.append(ops.all_gather(rows, chunk.counts))
             projected.append(own)
             yield
         if tables.compress is not None:
-            entries = pool.entries[layer]
-            assert entries is not None
-            joined = [torch.cat(rows) for rows in raw]
-            self._stages.compress(spec, joined, tables.compress, entries, pool.index_keys[layer])
-            for tail, rows in zip(pool.tails[layer], joined, strict=True):
-                ops.write_rows(tail, tables.tail_targets, rows[tables.tail_sources])
+            self._compress(spec, step, pool, raw, tables, tables.compress)
         return projected
+
+    def _compress(
+        self,
+        spec: LayerSpec,
+        step: Step,
+        pool: CachePool,
+        raw: list[list[torch.Tensor]],
+        tables: RatioTables,
+        table: CompressTable,
+    ) -> None:
+        layer = spec.layer
+        entries = pool.entries[layer]
+        assert entries is not None
+        joined = []
+        if not tables.extras_kept or table.entries.shape[0]:
+            extras = step.extra_raw(layer)
+            joined = [_joined([extra, *rows]) for extra, rows in zip(extras, raw, strict=True)]
+            self._stages.compress(spec, joined, table, entries, pool.index_keys[layer])
+        # Where the extra rows are kept already, the step's own are looked at alone.
+        kept = [_joined(rows) for rows in raw] if tables.extras_kept else joined
+        for tail, rows in zip(pool.tails[layer], kept, strict=True):
+            self._ops.write_rows(tail, tables.tail_targets, rows[tables.tail_sources])
 
     def _attend(
         self,
         spec: LayerSpec,
         step: Step,
         pool: CachePool,
-        chunk: Chunk,
+        part: StepPart,
         own: Projected,
-        tables: RatioTables,
+        keys: PartTables,
         observe: Observation,
     ) -> torch.Tensor:
-        layer = spec.layer
+        layer, chunk = spec.layer, part.chunk
         selected = None
         index_keys = pool.index_keys[layer]
         if index_keys is not None:
-            selected = self._stages.select(spec, own, index_keys, tables.attention.rows(chunk.own_rows), chunk.counts)
+            selected = self._stages.select(spec, own, index_keys, keys.own, chunk.counts)
         full = step.rows.full_in(chunk)
         restored = step.restore(layer, chunk)
         assert restored.shape[0] == chunk.rows.stop - chunk.rows.start - full
         tap = observe.local.setdefault(layer, []).append if layer in observe.keep_local else None
         query_latent = self._ops.all_gather(own.query_latent, chunk.counts)
         return self._stages.attend(
-            spec, query_latent, full, tables.attention.rows(chunk.rows), pool.latents[layer], pool.entries[layer],
-            selected, restored, tap=tap,
+            spec, query_latent, full, keys.rows, pool.latents[layer], pool.entries[layer], selected, restored,
+            tap=tap,
         )  # fmt: skip
 
     def _salience(
@@ -118,19 +146,24 @@ class LayerWalk:
         step: Step,
         pool: CachePool,
         projected: list[Projected],
-        tables: RatioTables,
+        ratio: int,
         observe: Observation,
     ) -> None:
-        """Sum the Indexer scores of the asked rows; every rank adds the partial sums in the same order."""
+        """Sum the Indexer scores of the asked rows, which all ranks share evenly whoever owns them; every rank adds the
+        partial sums in the same order."""
         assert observe.salience_rows is not None
         index_keys = pool.index_keys[spec.layer]
         assert index_keys is not None, "salience is asked of CSA layers only"
-        entries = int(tables.attention.segments[:, -1].sum())
+        tables, cut = step.of_ratio(ratio)
+        entries = tables.entry_count
         sums = [torch.zeros(2, entries, dtype=torch.float64, device=index_keys.device)]
-        for chunk, own in zip(step.rows.chunks, projected, strict=True):
-            asked = torch.from_numpy(np.flatnonzero(observe.salience_rows[chunk.own_rows])).to(index_keys.device)
+        for part, own, keys in zip(step.parts, projected, cut, strict=True):
+            asked = observe.salience_rows[part.chunk.rows]
+            if not asked.any():
+                continue
+            shared, rows = self._share(own, asked, part, step.rows.rank)
             total, seen = self._stages.salience(
-                spec, own, asked, index_keys, tables.attention.rows(chunk.own_rows).rows(asked), entries
+                spec, shared, rows.inside, index_keys, keys.rows.rows(rows.of_chunk), entries
             )
             sums.append(torch.stack((total, seen)).double())
         mine = torch.stack(sums).sum(0)
@@ -139,3 +172,38 @@ class LayerWalk:
             observe.salience = (everyone[0], everyone[1])
         else:
             observe.salience = (observe.salience[0] + everyone[0], observe.salience[1] + everyone[1])
+
+    def _share(self, own: Projected, asked: NDArray[np.bool_], part: StepPart, rank: int) -> tuple[Projected, _Share]:
+        """This rank's even share of the asked rows of a chunk. Rows that few ranks own meet on all of them first."""
+        device = own.query_latent.device
+        counts = part.chunk.counts
+        owned = np.split(asked, np.cumsum(counts)[:-1])
+        wanted = [int(mask.sum()) for mask in owned]
+        mine = np.flatnonzero(owned[rank])
+        if max(wanted) - min(wanted) <= 1:
+            start = sum(counts[:rank])
+            inside, of_chunk = ArrayBatch([mine, start + mine]).upload(device)
+            return own, _Share(inside=inside, of_chunk=of_chunk)
+        assert own.index_weights is not None
+        share = even_split(sum(wanted), len(counts))[rank]
+        everywhere = np.flatnonzero(asked)[share.start : share.stop]
+        sent, inside, of_chunk = ArrayBatch([mine, np.arange(share.start, share.stop), everywhere]).upload(device)
+        gathered = dataclasses.replace(
+            own,
+            query_latent=self._ops.all_gather(own.query_latent[sent], wanted),
+            index_weights=self._ops.all_gather(own.index_weights[sent], wanted),
+        )
+        return gathered, _Share(inside=inside, of_chunk=of_chunk)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """Rows of a chunk: their places in what was projected, and in the chunk. int64 [k]."""
+
+    inside: torch.Tensor
+    of_chunk: torch.Tensor
+
+
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    there = [piece for piece in pieces if piece.shape[0]] or [pieces[0]]
+    return there[0] if len(there) == 1 else torch.cat(there)

@@ -20,8 +20,9 @@ from trt_redknot.checkpoint.specs import Storage, TensorSpec, layer_specs, share
 from trt_redknot.collectives import Collectives
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
+from trt_redknot.engine.chunking import choose_chunk_rows, free_memory
 from trt_redknot.engine.context import RankContext
-from trt_redknot.engine.executor import OpsExecutor
+from trt_redknot.engine.executor import OpsExecutor, TorchOps
 from trt_redknot.engine.manifest import ExpertStorage
 from trt_redknot.engine.ropes import RopeTables
 from trt_redknot.engine.tiles import TileOptions, Tiles
@@ -32,29 +33,29 @@ from trt_redknot.model.layers import Weights
 from trt_redknot.model.weights import split_heads
 from trt_redknot.observability.events import Tier
 from trt_redknot.ops.cuda.backend import CudaOps
-from trt_redknot.ops.interface import Ops
 from trt_redknot.ops.reference.backend import ReferenceOps
 from trt_redknot.partition import even_split
+
+# Rows of a chunk where memory is short.
+_LEAST_CHUNK = 1024
 
 
 class StandInCollectives:
     """Rank `rank` of `size`, without the others."""
+
+    capturable = True
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
 
     def all_gather(self, own: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        if set(counts) == {own.shape[0]}:
-            return own.repeat(self.size, *([1] * (own.dim() - 1)))
-        gathered = own.new_empty((sum(counts), *own.shape[1:]))
-        start = 0
-        for count in counts:
-            take = min(count, own.shape[0])
-            gathered[start : start + take] = own[:take]
-            gathered[start + take : start + count] = 0
-            start += count
-        return gathered
+        rows, total = own.shape[0], sum(counts)
+        if rows == 0:
+            return own.new_zeros((total, *own.shape[1:]))
+        copies, rest = divmod(total, rows)
+        # One launch that writes what the ranks would have sent, whether they have equally many rows or not.
+        return torch.cat([own] * copies + ([own[:rest]] if rest else []))
 
     def reduce_scatter(self, partial: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         start = sum(counts[: self.rank])
@@ -173,7 +174,7 @@ class StandInRank:
         """The same rank, with every op measured."""
         context = self.context
         meter = MeteredOps(ops=context.ops, geometry=context.geometry, clock=clock)
-        ops = cast("Ops", meter)
+        ops = cast("TorchOps", meter)
         stages, walk = _executor(context.geometry, context.collectives, ops, self.layers, self.shared, self.ropes)
         return dataclasses.replace(context, ops=ops, stages=stages, walk=walk), meter
 
@@ -182,7 +183,7 @@ def make_rank(
     geometry: ModelGeometry,
     collectives: Collectives,
     *,
-    chunk_rows: int,
+    chunk_rows: int | None,
     length: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -193,6 +194,7 @@ def make_rank(
     """A rank of a network with random weights, without a checkpoint or an engine directory.
 
     Args:
+        chunk_rows: rows that go through a stage together; None: what a GPU's memory has room for.
         experts: how expert weights are held.
         collectives: real ones, or :class:`StandInCollectives`.
         length: most positions that are asked for.
@@ -214,7 +216,14 @@ def make_rank(
     }
     ropes = RopeTables(geometry, dtype, device)
     ropes.grow(length)
-    ops: Ops = CudaOps(collectives, geometry) if device.type == "cuda" else ReferenceOps(collectives)
+    ops = CudaOps(collectives, geometry) if device.type == "cuda" else ReferenceOps(collectives)
+    layers = [ops.prepared(layer) for layer in layers]
+    if chunk_rows is None:
+        chosen = choose_chunk_rows(
+            geometry, profile, tp_size=size, length=length, free_bytes=free_memory(device), least=_LEAST_CHUNK,
+            dtype=dtype,
+        )  # fmt: skip
+        chunk_rows = min(int(reply) for reply in collectives.exchange(str(chosen).encode()))
     stages, walk = _executor(geometry, collectives, ops, layers, shared, ropes)
     context = RankContext(
         geometry=geometry,
@@ -233,7 +242,7 @@ def make_rank(
 
 
 def _executor(
-    geometry: ModelGeometry, collectives: Collectives, ops: Ops, layers: list[Weights], shared: Weights,
+    geometry: ModelGeometry, collectives: Collectives, ops: TorchOps, layers: list[Weights], shared: Weights,
     ropes: RopeTables,
 ) -> tuple[OpsExecutor, LayerWalk]:  # fmt: skip
     stages = OpsExecutor(geometry, layers, shared, ropes, ops)

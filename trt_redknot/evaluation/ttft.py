@@ -18,7 +18,7 @@ from trt_redknot.artifacts.formats import ArtifactFormat, TensorCodec
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.engine.context import RankContext
-from trt_redknot.engine.decode import decode_step
+from trt_redknot.engine.decode import Decoder
 from trt_redknot.engine.documents import Documents
 from trt_redknot.engine.head import logits_of
 from trt_redknot.engine.pool import CachePool, PoolRows, SequenceState
@@ -167,6 +167,8 @@ def time_arms(
             if turn:
                 times[name].seconds.append(found.seconds)
                 times[name].late_s.append(found.late_s)
+            # Its cache goes before the next one is made: two of the longest do not fit beside the weights.
+            del found
             turn_done()
     return times
 
@@ -182,6 +184,20 @@ def distance(context: RankContext, length: int, documents: int) -> float:
     return float((protected - recomputed).norm() / recomputed.norm())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """Tokens after a prefill.
+
+    Attributes:
+        graphs: CUDA graphs that were captured before the clock started.
+        eager_because: why no step was captured; None where steps were.
+    """
+
+    tokens_per_s: float
+    graphs: int
+    eager_because: str | None
+
+
 def decode_rate(
     context: RankContext,
     segments: Sequence[Segment],
@@ -189,28 +205,27 @@ def decode_rate(
     policy: ReusePolicy | None,
     *,
     tokens: int,
-) -> float:
+) -> Decoded:
     """Tokens a second of one request after its prefill. Collective."""
-    found = first_token(context, segments, artifacts, policy, room=tokens + 2)
-    step = _decode_steps(context, found)
-    step(1)
-    _finish(context.device)
-    started = time.perf_counter()
-    step(tokens)
-    _finish(context.device)
-    return tokens / (time.perf_counter() - started)
-
-
-def _decode_steps(context: RankContext, found: FirstToken) -> Callable[[int], None]:
-    last = [int(found.logits.argmax())]
+    # One step as it is, and then every kind of step that comes often once: there it is captured.
+    warm_up = context.geometry.csa_ratio + 2
+    found = first_token(context, segments, artifacts, policy, room=tokens + warm_up + 1)
+    decoder = Decoder(context, found.pool)
+    last = int(found.logits.argmax())
 
     def run(count: int) -> None:
+        nonlocal last
         for _ in range(count):
-            streams, rows = decode_step(context, found.pool, [found.state], [last[0]])
-            logits = logits_of(context.stages, context.collectives, context.geometry, streams, rows, [0])
-            last[0] = int(logits[0].argmax())
+            last = int(decoder.step([found.state], [last])[0].argmax())
 
-    return run
+    run(warm_up)
+    _finish(context.device)
+    graphs = decoder.captured
+    started = time.perf_counter()
+    run(tokens)
+    _finish(context.device)
+    rate = tokens / (time.perf_counter() - started)
+    return Decoded(tokens_per_s=rate, graphs=graphs, eager_because=decoder.eager_because)
 
 
 class _Unwritten:

@@ -62,8 +62,10 @@ def measure_length(
             "share_of_roofline": share_of_roofline(stages),
         }
         if decode:
-            rate = decode_rate(rank.context, segments, artifacts, policy, tokens=decode)
-            measured[arm]["decode_tokens_per_s"] = rate
+            decoded = decode_rate(rank.context, segments, artifacts, policy, tokens=decode)
+            measured[arm]["decode_tokens_per_s"] = decoded.tokens_per_s
+            measured[arm]["decode_graphs"] = decoded.graphs
+            measured[arm]["decode_eager_because"] = decoded.eager_because
     size = document_length(length, documents)
     seconds, size_bytes = build_seconds(rank.context, size, form)
     cold = _cold(seconds * documents, size_bytes * documents, times)

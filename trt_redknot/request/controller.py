@@ -95,10 +95,21 @@ def candidates(segments: Sequence[Segment], flags: NDArray[np.uint8], window: in
     return Candidates(starts=np.concatenate(starts), stops=np.concatenate(stops), entries=np.concatenate(entries))
 
 
+def has_candidates(segments: Sequence[Segment], flags: NDArray[np.uint8]) -> bool:
+    """Whether some relocated row has no flag: without one there is nothing to choose."""
+    return any(
+        segment.kind is SegmentKind.RELOCATED and not flags[segment.start : segment.stop].all() for segment in segments
+    )
+
+
 def _rows_of(windows: Candidates, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
     if chosen.size == 0:
         return np.empty(0, dtype=np.int64)
-    return np.concatenate([np.arange(a, b) for a, b in zip(windows.starts[chosen], windows.stops[chosen], strict=True)])
+    sizes = windows.stops[chosen] - windows.starts[chosen]
+    # Row by row: its window's first row, and its place in the window.
+    before = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rows: NDArray[np.int64] = np.repeat(windows.starts[chosen], sizes) + np.arange(int(sizes.sum())) - before
+    return rows
 
 
 def select_rows(

@@ -5,39 +5,44 @@
 namespace redknot {
 namespace attention {
 
-template <int kTiles, bool kPacked>
+template <int kColumns, bool kPacked>
 Status launch_attention(Launch const& launch, cudaStream_t stream);
 
-extern template Status launch_attention<1, true>(Launch const&, cudaStream_t);
-extern template Status launch_attention<2, true>(Launch const&, cudaStream_t);
-extern template Status launch_attention<4, true>(Launch const&, cudaStream_t);
-extern template Status launch_attention<1, false>(Launch const&, cudaStream_t);
-extern template Status launch_attention<2, false>(Launch const&, cudaStream_t);
-extern template Status launch_attention<4, false>(Launch const&, cudaStream_t);
+extern template Status launch_attention<8, true>(Launch const&, cudaStream_t);
+extern template Status launch_attention<16, true>(Launch const&, cudaStream_t);
+extern template Status launch_attention<32, true>(Launch const&, cudaStream_t);
+extern template Status launch_attention<64, true>(Launch const&, cudaStream_t);
+extern template Status launch_attention<8, false>(Launch const&, cudaStream_t);
+extern template Status launch_attention<16, false>(Launch const&, cudaStream_t);
+extern template Status launch_attention<32, false>(Launch const&, cudaStream_t);
+extern template Status launch_attention<64, false>(Launch const&, cudaStream_t);
 
 namespace {
 
 // Blocks that keep every multiprocessor of the largest supported GPU busy.
 constexpr int64_t kEnoughBlocks = 264;
+constexpr int kMostColumns = 64;
 
-// Tiles of 8 columns of a block. Rows that share no keys use as few as hold their heads; rows that share them read each
-// key for as many columns as there are, as long as enough blocks remain.
-int tiles_for(SegLatentAttentionParams const& op) {
+// Columns of a block. Rows that share no keys use as few as hold their heads; rows that share them read each key for as
+// many columns as there are, as long as enough blocks remain.
+int columns_for(SegLatentAttentionParams const& op) {
   int const most_heads = op.full_rows > 0 ? op.global_heads + op.local_heads : op.global_heads;
-  int const needed = most_heads <= 8 ? 1 : most_heads <= 16 ? 2 : 4;
+  int needed = 8;
+  while (needed < most_heads && needed < kMostColumns) needed *= 2;
   if (op.selected != nullptr) return needed;
-  int64_t const columns = int64_t{op.rows} * op.global_heads + int64_t{op.full_rows} * op.local_heads;
-  int tiles = 4;
-  while (tiles > needed && columns < kEnoughBlocks * 8 * tiles) tiles /= 2;
-  return tiles;
+  int64_t const used = int64_t{op.rows} * op.global_heads + int64_t{op.full_rows} * op.local_heads;
+  int columns = kMostColumns;
+  while (columns > needed && used < kEnoughBlocks * columns) columns /= 2;
+  return columns;
 }
 
 template <bool kPacked>
-Status launch_with(int tiles, Launch const& launch, cudaStream_t stream) {
-  switch (tiles) {
-    case 1: return launch_attention<1, kPacked>(launch, stream);
-    case 2: return launch_attention<2, kPacked>(launch, stream);
-    default: return launch_attention<4, kPacked>(launch, stream);
+Status launch_with(int columns, Launch const& launch, cudaStream_t stream) {
+  switch (columns) {
+    case 8: return launch_attention<8, kPacked>(launch, stream);
+    case 16: return launch_attention<16, kPacked>(launch, stream);
+    case 32: return launch_attention<32, kPacked>(launch, stream);
+    default: return launch_attention<64, kPacked>(launch, stream);
   }
 }
 
@@ -67,7 +72,7 @@ Status check(SegLatentAttentionParams const& op) {
 Status seg_latent_attention(SegLatentAttentionParams const& params, cudaStream_t stream) {
   Status const valid = attention::check(params);
   if (valid != Status::kSuccess) return valid;
-  int const tiles = attention::tiles_for(params), columns = 8 * tiles;
+  int const columns = attention::columns_for(params);
   bool const shares_keys = params.selected == nullptr;
   attention::Launch const launch{
       params,
@@ -75,8 +80,10 @@ Status seg_latent_attention(SegLatentAttentionParams const& params, cudaStream_t
       attention::make_region(params.full_rows, params.rows - params.full_rows, params.global_heads, columns,
                              shares_keys)};
   if (launch.full.units + launch.tail.units == 0) return Status::kSuccess;
-  return params.pool_dtype == Dtype::kPacked ? attention::launch_with<true>(tiles, launch, stream)
-                                             : attention::launch_with<false>(tiles, launch, stream);
+  Status const device = require_warpgroup_products();
+  if (device != Status::kSuccess) return device;
+  return params.pool_dtype == Dtype::kPacked ? attention::launch_with<true>(columns, launch, stream)
+                                             : attention::launch_with<false>(columns, launch, stream);
 }
 
 }  // namespace redknot

@@ -1,7 +1,6 @@
 #pragma once
 
-// How the rows and heads of one launch are cut into units: one block works on one unit of up to 8 W (row, head)
-// columns.
+// How the rows and heads of one launch are cut into units: one block works on one unit of some (row, head) columns.
 
 #include "kernels/attention/seg_latent_attention.h"
 

@@ -9,10 +9,14 @@ namespace {
 
 constexpr int kFewThreads = 128;
 constexpr int kMaxSharedBytes = 48 * 1024;
+constexpr int kMaxPairBytes = 100 * 1024;  // of a block of two entries: two blocks fit
 constexpr int kMaxThreads = 384;
 constexpr int kFewBatch = 4;  // slots pooled at a time
 constexpr int kManyBatch = 2;
-constexpr int kFewSlots = 8;  // entries of at most so many slots take the warp kernel
+constexpr int kPairThreads = 256;
+constexpr int kPairSlots = 256;      // most slots that a block of two entries keeps the rows of
+constexpr int kPairsFrom = 4 * 132;  // entries that fill a Hopper chip twice when blocks take two
+constexpr int kFewSlots = 8;         // entries of at most so many slots take the warp kernel
 constexpr float kLog2E = 1.4426950408889634F;
 
 __device__ __forceinline__ float exponential(float exponent_of_two) {
@@ -62,26 +66,22 @@ struct Pool {
   static __device__ __forceinline__ float offset_of(float peak) { return peak == -INFINITY ? 0.0F : -peak * kLog2E; }
 };
 
-// What one thread reads of one entry: eight channels of some slots.
+// What one thread reads: eight channels of some slots of an entry.
 struct SlotReader {
   CompressParams const& params;
-  int64_t const* slots;
   int channel;
   int ratio;
   int64_t stride;
 
-  __device__ __forceinline__ SlotReader(CompressParams const& all, int64_t entry, int first_channel)
+  __device__ __forceinline__ SlotReader(CompressParams const& all, int first_channel)
       : params(all),
-        slots(all.slots + entry * all.slots_an_entry),
         channel(first_channel),
         ratio(all.slots_an_entry / all.series),
         stride(static_cast<int64_t>(all.series) * all.width) {}
 
-  // Raw gate and value of a slot: zero where it is absent (-1, or past the last), NaN where its row is out of range.
-  __device__ __forceinline__ bool load(int slot, uint4& gate, uint4& value) const {
+  // Raw gate and value of a slot: zero where it is absent (row -1), NaN where its row is out of range.
+  __device__ __forceinline__ bool load(int64_t row, int slot, uint4& gate, uint4& value) const {
     gate = value = uint4{0, 0, 0, 0};
-    if (slot >= params.slots_an_entry) return false;
-    int64_t const row = __ldg(slots + slot);
     if (row == -1) return false;
     if (row >= 0 && row < params.raw_rows) {
       int64_t const offset = row * stride + series_channel(slot);
@@ -110,33 +110,68 @@ __device__ __forceinline__ uint8_t* target_of(CompressParams const& params, int6
   return static_cast<uint8_t*>(params.out) + target * bytes;
 }
 
-// Adds slots `first`, `first + step`, ... of one entry, kBatch of them, to the pools of eight channels.
-template <int kBatch>
-__device__ __forceinline__ void pool_batch(SlotReader const& reader, int first, int step, Pool (&pools)[kVector]) {
-  uint4 gates[kBatch];
-  uint4 raws[kBatch];
-  bool present[kBatch];
-#pragma unroll
-  for (int index = 0; index < kBatch; ++index)
-    present[index] = reader.load(first + index * step, gates[index], raws[index]);
-  float logits[kVector][kBatch];
-  float values[kVector][kBatch];
+// Adds slots `first`, `first + step`, ... of kEntries entries, kBatch of them, to the pools of eight channels.
+// `rows`: the raw row of every slot, `pitch` slots an entry. The bias of a slot is read once for all entries.
+template <int kBatch, int kEntries>
+__device__ __forceinline__ void pool_batch(SlotReader const& reader, int64_t const* rows, int pitch, int first,
+                                           int step, Pool (&pools)[kEntries][kVector]) {
+  uint4 gates[kEntries][kBatch];
+  uint4 raws[kEntries][kBatch];
+  bool present[kEntries][kBatch];
+  constexpr bool kShared = kEntries > 1;
+  int const slots = reader.params.slots_an_entry;
 #pragma unroll
   for (int index = 0; index < kBatch; ++index) {
-    float bias[kVector] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY};
-    if (present[index]) reader.bias(first + index * step, bias);
-    float gate[kVector];
-    float value[kVector];
-    unpack_bf16(gates[index], gate);
-    unpack_bf16(raws[index], value);
+    int const slot = first + index * step;
 #pragma unroll
-    for (int channel = 0; channel < kVector; ++channel) {
-      logits[channel][index] = gate[channel] + bias[channel];
-      values[channel][index] = value[channel];
+    for (int entry = 0; entry < kEntries; ++entry) {
+      int64_t row = -1;
+      if constexpr (kShared) {
+        if (slot < slots) row = rows[entry * pitch + slot];
+      } else {
+        if (slot < slots) row = __ldg(rows + slot);
+      }
+      present[entry][index] = reader.load(row, slot, gates[entry][index], raws[entry][index]);
+    }
+  }
+  // One entry: the bias of a slot is read where it is added, to save registers.
+  float shared_bias[kShared ? kBatch : 1][kVector] = {};
+  if constexpr (kShared) {
+#pragma unroll
+    for (int index = 0; index < kBatch; ++index) {
+      if (first + index * step < slots) reader.bias(first + index * step, shared_bias[index]);
     }
   }
 #pragma unroll
-  for (int channel = 0; channel < kVector; ++channel) pools[channel].add(logits[channel], values[channel]);
+  for (int entry = 0; entry < kEntries; ++entry) {
+    float logits[kVector][kBatch];
+    float values[kVector][kBatch];
+#pragma unroll
+    for (int index = 0; index < kBatch; ++index) {
+      float bias[kVector] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY};
+      if constexpr (kShared) {
+#pragma unroll
+        for (int channel = 0; channel < kVector; ++channel) {
+          bias[channel] = present[entry][index] ? shared_bias[index][channel] : -INFINITY;
+        }
+      } else {
+        if (present[entry][index]) reader.bias(first + index * step, bias);
+      }
+      float gate[kVector];
+      float value[kVector];
+      unpack_bf16(gates[entry][index], gate);
+      unpack_bf16(raws[entry][index], value);
+#pragma unroll
+      for (int channel = 0; channel < kVector; ++channel) {
+        logits[channel][index] = gate[channel] + bias[channel];
+        values[channel][index] = value[channel];
+      }
+    }
+#pragma unroll
+    for (int channel = 0; channel < kVector; ++channel) {
+      pools[entry][channel].add(logits[channel], values[channel]);
+    }
+  }
 }
 
 // One warp an entry of few slots: nothing but registers.
@@ -153,63 +188,114 @@ __global__ void __launch_bounds__(kFewThreads, 5)
 #pragma unroll
     for (float& value : values[index]) value = 0.0F;
     if (channel >= params.width) continue;
-    SlotReader const reader(params, entry, channel);
-    Pool pools[kVector];
+    SlotReader const reader(params, channel);
+    Pool pools[1][kVector];
 #pragma unroll
-    for (int first = 0; first < kFewSlots; first += kFewBatch) pool_batch<kFewBatch>(reader, first, 1, pools);
+    for (int first = 0; first < kFewSlots; first += kFewBatch) {
+      pool_batch<kFewBatch>(reader, params.slots + entry * params.slots_an_entry, 0, first, 1, pools);
+    }
 #pragma unroll
-    for (int slot = 0; slot < kVector; ++slot) values[index][slot] = pools[slot].pooled();
+    for (int slot = 0; slot < kVector; ++slot) values[index][slot] = pools[0][slot].pooled();
   }
   finish_row<kWarp, kVectors>(finish, lane, params.positions[entry], target_of(params, entry, finish.bytes), values,
                               nullptr);
 }
 
-// One block an entry. Thread (group, lane): eight channels of every kGroups-th slot; groups merge in shared memory.
-template <int kVectors>
-__global__ void __launch_bounds__(kMaxThreads, 2)
+// Shared memory of a block: [entries][groups][3][width], then the pooled vectors [entries][width]. The rows of the
+// slots of several entries, [entries][slots], lie in front.
+constexpr int64_t pool_bytes(int entries, int groups, int width) {
+  return static_cast<int64_t>(entries) * (groups * 3 + 1) * width * 4 + (entries > 1 ? entries * kPairSlots * 8 : 0);
+}
+
+// One block kEntries entries. Thread (group, lane): eight channels of every kGroups-th slot; groups merge in shared
+// memory. Entries of a block share the bias, which is as many bytes as the rows themselves.
+template <int kVectors, int kEntries>
+__global__ void __launch_bounds__(kEntries == 1 ? kMaxThreads : kPairThreads, 2)
     compress_kernel(CompressParams const params, RowFinish const finish, int lanes, int groups) {
-  extern __shared__ float shared[];  // [groups][3][width], then the pooled vector [width]
-  int64_t const entry = blockIdx.x;
-  int const lane = static_cast<int>(threadIdx.x) % lanes;
-  int const group = static_cast<int>(threadIdx.x) / lanes;
+  extern __shared__ __align__(16) uint8_t pool_memory[];
+  auto* const slot_rows = reinterpret_cast<int64_t*>(pool_memory);
+  float* const shared = reinterpret_cast<float*>(pool_memory + (kEntries > 1 ? kEntries * kPairSlots * 8 : 0));
+  int64_t const entry = static_cast<int64_t>(blockIdx.x) * kEntries;
+  int const thread = static_cast<int>(threadIdx.x);
+  int const threads = static_cast<int>(blockDim.x);
+  int const lane = thread % lanes;
+  int const group = thread / lanes;
   int const channel = lane * kVector;
   int const width = params.width;
-
+  int64_t const* rows = params.slots + entry * params.slots_an_entry;
+  if constexpr (kEntries > 1) {
+    for (int index = thread; index < kEntries * params.slots_an_entry; index += threads) {
+      // An entry past the last pools nothing.
+      bool const inside = entry + index / params.slots_an_entry < params.entries;
+      slot_rows[index] = inside ? __ldg(rows + index) : -1;
+    }
+    rows = slot_rows;
+    __syncthreads();
+  }
   if (group < groups) {
-    SlotReader const reader(params, entry, channel);
-    Pool pools[kVector];
+    SlotReader const reader(params, channel);
+    Pool pools[kEntries][kVector];
     for (int slot = group; slot < params.slots_an_entry; slot += groups * kManyBatch) {
-      pool_batch<kManyBatch>(reader, slot, groups, pools);
+      pool_batch<kManyBatch>(reader, rows, params.slots_an_entry, slot, groups, pools);
     }
 #pragma unroll
-    for (int index = 0; index < kVector; ++index) {
-      float* const target = shared + group * 3 * width + channel + index;
-      target[0] = pools[index].peak;
-      target[width] = pools[index].total;
-      target[2 * width] = pools[index].sum;
+    for (int which = 0; which < kEntries; ++which) {
+#pragma unroll
+      for (int index = 0; index < kVector; ++index) {
+        float* const target = shared + (which * groups + group) * 3 * width + channel + index;
+        target[0] = pools[which][index].peak;
+        target[width] = pools[which][index].total;
+        target[2 * width] = pools[which][index].sum;
+      }
     }
   }
   __syncthreads();
-  float* const pooled = shared + groups * 3 * width;
-  for (int index = static_cast<int>(threadIdx.x); index < width; index += static_cast<int>(blockDim.x)) {
+  float* const pooled = shared + kEntries * groups * 3 * width;
+  for (int index = thread; index < kEntries * width; index += threads) {
+    int const which = kEntries == 1 ? 0 : index / width;
     Pool pool;
     for (int other = 0; other < groups; ++other) {
-      float const* const source = shared + other * 3 * width + index;
+      float const* const source = shared + (which * groups + other) * 3 * width + index - which * width;
       pool.merge(source[0], source[width], source[2 * width]);
     }
     pooled[index] = pool.pooled();
   }
   __syncthreads();
-  if (threadIdx.x >= kWarp) return;
-  float values[kVectors][kVector];
+  for (int which = thread / kWarp; which < kEntries && entry + which < params.entries; which += threads / kWarp) {
+    float values[kVectors][kVector];
 #pragma unroll
-  for (int index = 0; index < kVectors; ++index) {
-    int const first = (index * kWarp + static_cast<int>(threadIdx.x)) * kVector;
+    for (int index = 0; index < kVectors; ++index) {
+      int const first = (index * kWarp + thread % kWarp) * kVector;
 #pragma unroll
-    for (int slot = 0; slot < kVector; ++slot) values[index][slot] = first < width ? pooled[first + slot] : 0.0F;
+      for (int slot = 0; slot < kVector; ++slot) {
+        values[index][slot] = first < width ? pooled[which * width + first + slot] : 0.0F;
+      }
+    }
+    finish_row<kWarp, kVectors>(finish, thread % kWarp, params.positions[entry + which],
+                                target_of(params, entry + which, finish.bytes), values, nullptr);
   }
-  finish_row<kWarp, kVectors>(finish, static_cast<int>(threadIdx.x), params.positions[entry],
-                              target_of(params, entry, finish.bytes), values, nullptr);
+}
+
+// Slots of an entry that a block reads at a time.
+int group_count(CompressParams const& params, int most_threads, int64_t most_bytes) {
+  int const lanes = params.width / kVector;
+  int const fit = static_cast<int>(most_bytes / 4 / params.width - 1) / 3;
+  return std::clamp(params.slots_an_entry / 4, 1, std::min(most_threads / lanes, fit));
+}
+
+template <int kVectors, int kEntries>
+Status launch_blocks(CompressParams const& params, RowFinish const& finish, int groups, cudaStream_t stream) {
+  int const lanes = params.width / kVector;
+  auto const blocks = static_cast<unsigned>((params.entries + kEntries - 1) / kEntries);
+  auto const threads = static_cast<unsigned>(ceil_to(static_cast<int64_t>(lanes) * groups, kWarp));
+  auto const bytes = static_cast<size_t>(pool_bytes(kEntries, groups, params.width));
+  if constexpr (kEntries > 1) {
+    REDKNOT_CUDA(cudaFuncSetAttribute(compress_kernel<kVectors, kEntries>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      kMaxPairBytes));
+  }
+  compress_kernel<kVectors, kEntries><<<blocks, threads, bytes, stream>>>(params, finish, lanes, groups);
+  REDKNOT_LAUNCHED();
+  return Status::kSuccess;
 }
 
 template <int kVectors>
@@ -222,15 +308,12 @@ Status launch(CompressParams const& params, cudaStream_t stream) {
     REDKNOT_LAUNCHED();
     return Status::kSuccess;
   }
-  int const lanes = params.width / kVector;
-  int const most = std::min(kMaxThreads / lanes, (kMaxSharedBytes / 4 / params.width - 1) / 3);
-  int const groups = std::clamp(params.slots_an_entry / 4, 1, most);
-  unsigned const threads = static_cast<unsigned>(ceil_to(static_cast<int64_t>(lanes) * groups, kWarp));
-  size_t const bytes = sizeof(float) * static_cast<size_t>((groups * 3 + 1) * params.width);
-  compress_kernel<kVectors>
-      <<<static_cast<unsigned>(params.entries), threads, bytes, stream>>>(params, finish, lanes, groups);
-  REDKNOT_LAUNCHED();
-  return Status::kSuccess;
+  if (params.entries >= kPairsFrom && params.slots_an_entry <= kPairSlots) {
+    int const groups = group_count(params, kPairThreads, kMaxPairBytes / 2 - kPairSlots * 8);
+    return launch_blocks<kVectors, 2>(params, finish, groups, stream);
+  }
+  int const groups = group_count(params, kMaxThreads, kMaxSharedBytes);
+  return launch_blocks<kVectors, 1>(params, finish, groups, stream);
 }
 
 }  // namespace

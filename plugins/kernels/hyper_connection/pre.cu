@@ -1,12 +1,15 @@
-// Three kernels: the mixes (streams x fn, split over the long axis, on tensor cores; each block keeps its slice of fn
-// in shared memory and streams rows past it), their weights (Sinkhorn, a row a thread), then the collapse with its
-// norm, from the last row back, so that the streams read last by the first kernel are still in L2.
+// Rows of 7168 channels run in one pass (one_pass.cu). Others, and the head, take three kernels: the mixes (streams x
+// fn, split over the long axis, on tensor cores; each block keeps its slice of fn in shared memory and streams rows
+// past it), their weights (Sinkhorn, a row a thread), then the collapse with its norm, from the last row back, so that
+// the streams read last by the first kernel are still in L2.
 
 #include <algorithm>
 
 #include "common/check.h"
 #include "common/vector.cuh"
 #include "kernels/hyper_connection/launch.h"
+#include "kernels/hyper_connection/one_pass.h"
+#include "kernels/hyper_connection/weights.cuh"
 
 namespace redknot {
 namespace {
@@ -172,44 +175,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-__device__ __forceinline__ float sigmoid(float value) { return 1.0F / (1.0F + __expf(-value)); }
-
-// Columns first, then rows and columns alternately, all of one matrix in the registers of each lane.
-template <int kStreams>
-__device__ __forceinline__ void normalise_columns(float (&comb)[kStreams][kStreams], float eps) {
-#pragma unroll
-  for (int column = 0; column < kStreams; ++column) {
-    float sum = eps;
-#pragma unroll
-    for (int row = 0; row < kStreams; ++row) sum += comb[row][column];
-    float const inverse = __fdividef(1.0F, sum);
-#pragma unroll
-    for (int row = 0; row < kStreams; ++row) comb[row][column] *= inverse;
-  }
-}
-
-template <int kStreams>
-__device__ __forceinline__ void normalise_rows(float (&comb)[kStreams][kStreams], float eps) {
-#pragma unroll
-  for (auto& row : comb) {
-    float sum = eps;
-#pragma unroll
-    for (float const value : row) sum += value;
-    float const inverse = __fdividef(1.0F, sum);
-#pragma unroll
-    for (float& value : row) value *= inverse;
-  }
-}
-
-template <int kStreams>
-__device__ __forceinline__ void sinkhorn(float (&comb)[kStreams][kStreams], int iterations, float eps) {
-  normalise_columns<kStreams>(comb, eps);
-  for (int step = 1; step < iterations; ++step) {
-    normalise_rows<kStreams>(comb, eps);
-    normalise_columns<kStreams>(comb, eps);
-  }
-}
-
 // Weights of one row: `pre` for the collapse, post and comb. Eight lanes a row read its partials; then each works out
 // the whole row, since a four by four Sinkhorn is a chain of latencies, not of work.
 template <int kStreams>
@@ -253,25 +218,7 @@ __global__ void __launch_bounds__(kWeighThreads)
     if (lane == stream) params.post[row * kStreams + stream] = 2.0F * sigmoid(logit);
   }
   float comb[kStreams][kStreams];
-#pragma unroll
-  for (int line = 0; line < kStreams; ++line) {
-    float peak = -INFINITY;
-#pragma unroll
-    for (int index = 0; index < kStreams; ++index) {
-      int const cell = 2 * kStreams + line * kStreams + index;
-      comb[line][index] = mix[cell] * inverse * params.scale[2] + params.base[cell];
-      peak = fmaxf(peak, comb[line][index]);
-    }
-    float total = 0.0F;
-#pragma unroll
-    for (int index = 0; index < kStreams; ++index) {
-      comb[line][index] = __expf(comb[line][index] - peak);
-      total += comb[line][index];
-    }
-#pragma unroll
-    for (int index = 0; index < kStreams; ++index) comb[line][index] = comb[line][index] / total + params.eps;
-  }
-  sinkhorn<kStreams>(comb, params.iterations, params.eps);
+  balance<kStreams>(params, mix, inverse, comb);
 #pragma unroll
   for (int line = 0; line < kStreams; ++line) {
 #pragma unroll
@@ -393,6 +340,8 @@ Status hyper_connection_pre(HyperConnectionPreParams const& params, cudaStream_t
                   Status::kMisaligned);
   size_t const needed = hyper_connection_pre_workspace(params.rows, params.stream_count, params.hidden);
   REDKNOT_REQUIRE(params.workspace_bytes >= needed, Status::kWorkspaceTooSmall);
+  Status const one_pass = hyper_connection_one_pass(params, stream);
+  REDKNOT_REQUIRE(one_pass == Status::kUnsupported, one_pass);
   return params.stream_count == 4 ? launch_streams<4>(params, stream) : launch_streams<2>(params, stream);
 }
 

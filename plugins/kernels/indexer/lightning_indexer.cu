@@ -28,15 +28,6 @@ Status check(LightningIndexerParams const& op) {
   return Status::kSuccess;
 }
 
-// The scoring kernel is made of Hopper's warpgroup products.
-Status check_device() {
-  int device = 0, major = 0;
-  REDKNOT_CUDA(cudaGetDevice(&device));
-  REDKNOT_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  REDKNOT_SUPPORTED(major == 9);
-  return Status::kSuccess;
-}
-
 template <bool kFp8>
 Status score_and_select(Scoring scoring, int rows_at_a_time, cudaStream_t stream) {
   LightningIndexerParams const& op = scoring.op;
@@ -74,7 +65,7 @@ Status lightning_indexer(LightningIndexerParams const& op, cudaStream_t stream) 
     REDKNOT_CUDA(cudaMemsetAsync(op.selected, 0xff, sizeof(int64_t) * op.rows * op.top_k, stream));
     return Status::kSuccess;
   }
-  Status const device = indexer::check_device();
+  Status const device = require_warpgroup_products();
   if (device != Status::kSuccess) return device;
   int64_t const score_bytes = op.workspace_bytes - indexer::key_bytes(op.entries);
   int64_t const fit = score_bytes / (op.entries * 4);

@@ -1,9 +1,11 @@
 #pragma once
 
 // The best top_k of a row's scores, best first, ties to the earlier entry. One block a row.
-// A candidate is one 64-bit key, score above complemented entry, so keys differ and "larger" settles every tie. Digits
+// A candidate is one 64-bit key, score above complemented entry, so keys differ and "larger" settles every tie. A
+// sample of the scores gives a bound that a few more than top_k should pass; one pass over the scores collects those,
+// and they are sorted. Where too few or too many passed (a sample may mislead, very many scores may be equal), digits
 // of the keys are counted from the top until what lies above the digit of the k-th key, and in it, fits in shared
-// memory; that is sorted there. Two passes over the scores are the rule, more where very many scores are equal.
+// memory.
 
 #include <cstdint>
 
@@ -16,18 +18,24 @@ inline constexpr int kDigitBits = 11;
 inline constexpr int kBins = 1 << kDigitBits;
 inline constexpr int kCandidates = 4096;
 inline constexpr int kKeyBits = 64;
+inline constexpr int kSample = kCandidates;
+inline constexpr int kSamplePiece = 4;  // neighbouring entries of the sample: half a sector of memory
+inline constexpr int kLoads = 6;        // scores that a thread has on their way
 
 struct SelectShared {
   unsigned long long keys[kCandidates];
   int bins[kBins];
   int warp_sums[kSelectThreads / 32];
+  float2 extremes[kSelectThreads / 32];
   int digit, above, count;
 };
 
-__device__ __forceinline__ unsigned long long order_key(float score, int entry) {
+__device__ __forceinline__ uint32_t order_score(float score) {
   uint32_t const bits = __float_as_uint(score + 0.0f);  // -0 and 0 tie
-  uint32_t const ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return static_cast<unsigned long long>(ordered) << 32 | ~static_cast<uint32_t>(entry);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ unsigned long long order_key(float score, int entry) {
+  return static_cast<unsigned long long>(order_score(score)) << 32 | ~static_cast<uint32_t>(entry);
 }
 
 // Finds the digit of the `wanted`-th largest key: sets digit, and how many keys have a larger one.
@@ -62,6 +70,139 @@ __device__ inline void find_digit(SelectShared& shared, int wanted) {
   __syncthreads();
 }
 
+__device__ __forceinline__ void clear_bins(SelectShared& shared) {
+  for (int i = threadIdx.x; i < kBins; i += kSelectThreads) shared.bins[i] = 0;
+  __syncthreads();
+}
+
+// Least and largest of the block's values, NaN aside, in every thread.
+__device__ __forceinline__ float2 block_extremes(SelectShared& shared, float least, float most) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    least = fminf(least, __shfl_xor_sync(~0u, least, step));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+  }
+  if (threadIdx.x % 32 == 0) shared.extremes[threadIdx.x / 32] = {least, most};
+  __syncthreads();
+#pragma unroll 1
+  for (float2 const other : shared.extremes) {
+    least = fminf(least, other.x);
+    most = fmaxf(most, other.y);
+  }
+  return {least, most};
+}
+
+// A bound on ordered scores: in the sample about as many pass it as make `chosen` of all entries, and three deviations
+// of that number more. Any bound is right, a good one saves time: bins between the sample's extremes are narrow enough.
+// More than kCandidates entries.
+__device__ inline uint32_t sampled_bound(SelectShared& shared, float const* scores, int entries, int chosen) {
+  constexpr int kOwn = kSample / kSelectThreads;
+  int const stride = entries / (kSample / kSamplePiece);
+  float sample[kOwn];
+  float least = INFINITY, most = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    int const at = i * kSelectThreads + threadIdx.x;
+    sample[i] = scores[at / kSamplePiece * stride + at % kSamplePiece];
+    least = fminf(least, sample[i]);
+    most = fmaxf(most, sample[i]);
+  }
+  clear_bins(shared);
+  float2 const extremes = block_extremes(shared, least, most);
+  float const range = extremes.y - extremes.x;
+  if (!(range > 0 && range < INFINITY)) return 0;  // everything passes: the digits will tell
+  float const scale = kBins / range;
+#pragma unroll
+  for (float const value : sample) {
+    atomicAdd(&shared.bins[min(kBins - 1, max(0, static_cast<int>((value - extremes.x) * scale)))], 1);
+  }
+  __syncthreads();
+  float const expected = static_cast<float>(chosen) * kSample / static_cast<float>(entries);
+  find_digit(shared, min(kSample, static_cast<int>(expected + 3.0f * sqrtf(expected)) + 4));
+  return order_score(extremes.x + static_cast<float>(shared.digit) * (range / kBins));
+}
+
+// The least key of at most kCandidates keys that hold the `chosen` largest.
+__device__ inline unsigned long long exact_bound(SelectShared& shared, float const* scores, int entries, int chosen) {
+  unsigned long long prefix = 0, least = 0;
+  int sure = 0;
+  for (int shift = kKeyBits; shift > 0;) {
+    int const digits = min(kDigitBits, shift);
+    int const next = shift - digits;
+    clear_bins(shared);
+    for (int entry = threadIdx.x; entry < entries; entry += kSelectThreads) {
+      unsigned long long const key = order_key(scores[entry], entry);
+      if (shift == kKeyBits || key >> shift == prefix) {
+        atomicAdd(&shared.bins[key >> next & ((1u << digits) - 1)], 1);
+      }
+    }
+    __syncthreads();
+    find_digit(shared, chosen - sure);
+    prefix = (shift == kKeyBits ? 0 : prefix << digits) | static_cast<unsigned>(shared.digit);
+    sure += shared.above;
+    int const open = shared.count;
+    least = prefix << next;
+    shift = next;
+    __syncthreads();
+    if (sure + open <= kCandidates) break;
+  }
+  return least;
+}
+
+// Keys at or above `least` into shared memory, in any order; how many there are, which may be more than fit.
+__device__ inline int collect(SelectShared& shared, float const* scores, int entries, unsigned long long least) {
+  if (threadIdx.x == 0) shared.count = 0;
+  __syncthreads();
+  for (int first = threadIdx.x; first < entries; first += kLoads * kSelectThreads) {
+    float loaded[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      int const entry = first + i * kSelectThreads;
+      loaded[i] = entry < entries ? scores[entry] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      int const entry = first + i * kSelectThreads;
+      unsigned long long const key = order_key(loaded[i], entry);
+      if (entry >= entries || key < least) continue;
+      int const at = atomicAdd(&shared.count, 1);
+      if (at < kCandidates) shared.keys[at] = key;
+    }
+  }
+  __syncthreads();
+  int const found = shared.count;
+  __syncthreads();
+  return found;
+}
+
+// Largest first. Pairs up to 32 apart lie in 64 keys of one warp, which needs no barrier of the block.
+__device__ inline void sort_keys(SelectShared& shared, int found) {
+  int size = 2;
+  while (size < found) size *= 2;
+  for (int i = found + threadIdx.x; i < size; i += kSelectThreads) shared.keys[i] = 0;
+  __syncthreads();
+  for (int width = 2; width <= size; width *= 2) {
+    for (int step = width / 2; step > 0; step /= 2) {
+      for (int i = threadIdx.x; i < size / 2; i += kSelectThreads) {
+        int const left = 2 * i - (i & (step - 1)), right = left + step;
+        unsigned long long const a = shared.keys[left], b = shared.keys[right];
+        bool const descending = (left & width) == 0;
+        if (descending ? a < b : a > b) {
+          shared.keys[left] = b;
+          shared.keys[right] = a;
+        }
+      }
+      bool const crosses = step > 32 || (step == 1 && width > 32);
+      if (crosses) {
+        __syncthreads();
+      } else {
+        __syncwarp();
+      }
+    }
+  }
+  __syncthreads();
+}
+
 __global__ void __launch_bounds__(kSelectThreads) select_kernel(__grid_constant__ Scoring const s) {
   extern __shared__ __align__(16) uint8_t select_raw[];
   auto& shared = *reinterpret_cast<SelectShared*>(select_raw);
@@ -79,59 +220,16 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(__grid_constant_
   int64_t* out = s.op.selected + row * s.op.top_k;
   int const chosen = min(s.op.top_k, entries);
 
-  // Keys at or above `least` are the candidates: digits above were settled, `shift` bits remain open.
-  unsigned long long least = 0;
-  int sure = 0;
+  int found = 0;
   if (entries > kCandidates) {
-    unsigned long long prefix = 0;
-    for (int shift = kKeyBits; shift > 0;) {
-      int const digits = min(kDigitBits, shift);
-      int const next = shift - digits;
-      for (int i = threadIdx.x; i < kBins; i += kSelectThreads) shared.bins[i] = 0;
-      __syncthreads();
-      for (int entry = threadIdx.x; entry < entries; entry += kSelectThreads) {
-        unsigned long long const key = order_key(scores[entry], entry);
-        if (shift == kKeyBits || key >> shift == prefix) {
-          atomicAdd(&shared.bins[key >> next & ((1u << digits) - 1)], 1);
-        }
-      }
-      __syncthreads();
-      find_digit(shared, chosen - sure);
-      prefix = (shift == kKeyBits ? 0 : prefix << digits) | static_cast<unsigned>(shared.digit);
-      sure += shared.above;
-      int const open = shared.count;
-      least = prefix << next;
-      shift = next;
-      __syncthreads();
-      if (sure + open <= kCandidates) break;
-    }
+    uint32_t const bound = sampled_bound(shared, scores, entries, chosen);
+    found = collect(shared, scores, entries, static_cast<unsigned long long>(bound) << 32);
   }
-  if (threadIdx.x == 0) shared.count = 0;
-  __syncthreads();
-  for (int entry = threadIdx.x; entry < entries; entry += kSelectThreads) {
-    unsigned long long const key = order_key(scores[entry], entry);
-    if (key >= least) shared.keys[atomicAdd(&shared.count, 1)] = key;
+  if (found < chosen || found > kCandidates) {
+    unsigned long long const least = entries > kCandidates ? exact_bound(shared, scores, entries, chosen) : 0;
+    found = collect(shared, scores, entries, least);
   }
-  __syncthreads();
-  int const found = shared.count;
-  int size = 2;
-  while (size < found) size *= 2;
-  for (int i = found + threadIdx.x; i < size; i += kSelectThreads) shared.keys[i] = 0;
-  __syncthreads();
-  for (int width = 2; width <= size; width *= 2) {
-    for (int step = width / 2; step > 0; step /= 2) {
-      for (int i = threadIdx.x; i < size / 2; i += kSelectThreads) {
-        int const left = 2 * i - (i & (step - 1)), right = left + step;
-        unsigned long long const a = shared.keys[left], b = shared.keys[right];
-        bool const descending = (left & width) == 0;
-        if (descending ? a < b : a > b) {
-          shared.keys[left] = b;
-          shared.keys[right] = a;
-        }
-      }
-      __syncthreads();
-    }
-  }
+  sort_keys(shared, found);
   for (int i = threadIdx.x; i < s.op.top_k; i += kSelectThreads) {
     out[i] = i < chosen ? first_entry + static_cast<uint32_t>(~shared.keys[i]) : -1;
   }

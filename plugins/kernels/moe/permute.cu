@@ -1,9 +1,11 @@
-// A stable counting sort of (row, slot) pairs by expert in three kernels, then the rows themselves. No atomics decide
-// an order: the same ids give the same permutation.
+// A stable counting sort of (row, slot) pairs by expert in two kernels, then the rows themselves. No atomics decide an
+// order: the same ids give the same permutation.
 
 #include <algorithm>
 
 #include "common/check.h"
+#include "common/launch_after.h"
+#include "common/layout.h"
 #include "common/vector.cuh"
 #include "kernels/moe/launch.h"
 
@@ -12,13 +14,23 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kPairs = 4096;                 // pairs of one block
-constexpr int kWarpPairs = kPairs / kWarps;  // consecutive pairs of one warp
+constexpr int kMinPairs = 2048;      // of one block; a multiple of kThreads
+constexpr int64_t kMaxBlocks = 256;  // every block sums the counts of all
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
-constexpr int kScatterThreads = 512;
+constexpr int kScatterThreads = 256;
+constexpr int kScatterBlocks = 132 * 4;
+constexpr int kAhead = 8;  // vectors of a row that a lane holds at once
+constexpr int kStrip = kAhead * kWarp * kVector;
 
-int64_t sort_blocks(int64_t rows, int64_t top_k) { return (rows * top_k + kPairs - 1) / kPairs; }
+// Pairs of one block of the sort.
+int64_t pairs_a_block(int64_t pairs) {
+  return std::max<int64_t>(kMinPairs, ceil_to((pairs + kMaxBlocks - 1) / kMaxBlocks, kThreads));
+}
+int64_t sort_blocks(int64_t pairs) {
+  int64_t const each = pairs_a_block(pairs);
+  return (pairs + each - 1) / each;
+}
 
 __device__ __forceinline__ int local_expert(MoePermuteParams const& params, int64_t pair) {
   if (pair >= params.rows * params.top_k) return -1;
@@ -27,12 +39,14 @@ __device__ __forceinline__ int local_expert(MoePermuteParams const& params, int6
 }
 
 // Pairs of each expert in one block: counts [blocks, experts].
-__global__ void __launch_bounds__(kThreads) count_kernel(MoePermuteParams const params) {
+__global__ void __launch_bounds__(kThreads) count_kernel(MoePermuteParams const params, int pairs) {
   extern __shared__ int32_t counts[];
+  cudaTriggerProgrammaticLaunchCompletion();
   for (int expert = static_cast<int>(threadIdx.x); expert < params.experts; expert += kThreads) counts[expert] = 0;
   __syncthreads();
-  int64_t const first = static_cast<int64_t>(blockIdx.x) * kPairs;
-  for (int offset = static_cast<int>(threadIdx.x); offset < kPairs; offset += kThreads) {
+  int64_t const first = static_cast<int64_t>(blockIdx.x) * pairs;
+#pragma unroll 4
+  for (int offset = static_cast<int>(threadIdx.x); offset < pairs; offset += kThreads) {
     int const expert = local_expert(params, first + offset);
     if (expert >= 0) atomicAdd(counts + expert, 1);
   }
@@ -52,62 +66,68 @@ __device__ __forceinline__ int32_t inclusive_sum(int32_t value, int lane) {
   return value;
 }
 
-// Counts become the first permuted row of each (block, expert); ends of the experts. One block; warps take experts in
-// turn.
-__global__ void __launch_bounds__(kMaxExperts) scan_kernel(MoePermuteParams const params, int blocks) {
-  __shared__ int32_t firsts[kMaxExperts];  // pairs of each expert, then its first row
-  __shared__ int32_t sums[kMaxExperts / kWarp];
+// bases[expert] becomes the first permuted row of this block's pairs of the expert. Block 0 writes the experts' ends.
+__device__ __forceinline__ void sum_counts(MoePermuteParams const& params, int32_t* totals, int32_t* bases) {
+  int const experts = params.experts;
   int const thread = static_cast<int>(threadIdx.x);
-  int const lane = thread % kWarp;
-  int const warp = thread / kWarp;
-  auto* const counts = static_cast<int32_t*>(params.workspace);
-  for (int expert = warp; expert < params.experts; expert += kMaxExperts / kWarp) {
-    int32_t total = 0;
-    for (int block = lane; block < blocks; block += kWarp) total += counts[block * params.experts + expert];
-    total = __reduce_add_sync(kAllLanes, total);
-    if (lane == 0) firsts[expert] = total;
-  }
+  auto const* const counts = static_cast<int32_t const*>(params.workspace);
+  for (int expert = thread; expert < experts; expert += kThreads) totals[expert] = bases[expert] = 0;
   __syncthreads();
-  int32_t const total = thread < params.experts ? firsts[thread] : 0;
-  int32_t end = inclusive_sum(total, lane);
-  if (lane == kWarp - 1) sums[warp] = end;
-  __syncthreads();
-  for (int other = 0; other < warp; ++other) end += sums[other];
-  if (thread < params.experts) {
-    params.ends[thread] = end;
-    firsts[thread] = end - total;
-  }
-  __syncthreads();
-  for (int expert = warp; expert < params.experts; expert += kMaxExperts / kWarp) {
-    int32_t next = firsts[expert];
-    for (int first = 0; first < blocks; first += kWarp) {
-      int const block = first + lane;
-      int32_t const count = block < blocks ? counts[block * params.experts + expert] : 0;
-      int32_t const through = inclusive_sum(count, lane);
-      if (block < blocks) counts[block * params.experts + expert] = next + through - count;
-      next += __shfl_sync(kAllLanes, through, kWarp - 1);
+  // Threads share an expert's blocks where there are more threads than experts.
+  int const teams = max(1, kThreads / experts);
+  if (thread < teams * min(experts, kThreads)) {
+    for (int expert = thread % min(experts, kThreads); expert < experts; expert += kThreads) {
+      int32_t all = 0, before = 0;
+#pragma unroll 4
+      for (int block = thread / min(experts, kThreads); block < static_cast<int>(gridDim.x); block += teams) {
+        int32_t const count = counts[block * experts + expert];
+        all += count;
+        before += block < static_cast<int>(blockIdx.x) ? count : 0;
+      }
+      atomicAdd(totals + expert, all);
+      atomicAdd(bases + expert, before);
     }
   }
+  __syncthreads();
+  if (thread < kWarp) {
+    int32_t passed = 0;
+    for (int first = 0; first < experts; first += kWarp) {
+      int const expert = first + thread;
+      int32_t const total = expert < experts ? totals[expert] : 0;
+      int32_t const end = passed + inclusive_sum(total, thread);
+      if (expert < experts) {
+        bases[expert] += end - total;
+        if (blockIdx.x == 0) params.ends[expert] = end;
+      }
+      passed = __shfl_sync(kAllLanes, end, kWarp - 1);
+    }
+  }
+  __syncthreads();
 }
 
 // Place of every pair: first row of its (block, expert), plus the pairs of that expert before it in the block.
-__global__ void __launch_bounds__(kThreads) place_kernel(MoePermuteParams const params) {
-  extern __shared__ int32_t next[];  // [warps, experts]
+__global__ void __launch_bounds__(kThreads) place_kernel(MoePermuteParams const params, int pairs) {
+  extern __shared__ int32_t next[];  // [warps, experts], then totals [experts] and bases [experts]
   int const lane = static_cast<int>(threadIdx.x) % kWarp;
   int const warp = static_cast<int>(threadIdx.x) / kWarp;
   int const experts = params.experts;
+  int32_t* const totals = next + kWarps * experts;
+  int32_t* const bases = totals + experts;
+  cudaTriggerProgrammaticLaunchCompletion();
   for (int index = static_cast<int>(threadIdx.x); index < kWarps * experts; index += kThreads) next[index] = 0;
   __syncthreads();
-  int64_t const first = static_cast<int64_t>(blockIdx.x) * kPairs + warp * kWarpPairs + lane;
-  for (int offset = 0; offset < kWarpPairs; offset += kWarp) {
+  int const own = pairs / kWarps;  // consecutive pairs of one warp
+  int64_t const first = static_cast<int64_t>(blockIdx.x) * pairs + warp * own + lane;
+#pragma unroll 4
+  for (int offset = 0; offset < own; offset += kWarp) {
     int const expert = local_expert(params, first + offset);
     if (expert >= 0) atomicAdd(next + warp * experts + expert, 1);
   }
-  __syncthreads();
-  int32_t const* const bases =
-      static_cast<int32_t const*>(params.workspace) + static_cast<int64_t>(blockIdx.x) * experts;
+  cudaGridDependencySynchronize();
+  sum_counts(params, totals, bases);
   for (int expert = static_cast<int>(threadIdx.x); expert < experts; expert += kThreads) {
     int32_t running = bases[expert];
+#pragma unroll
     for (int other = 0; other < kWarps; ++other) {
       int32_t const count = next[other * experts + expert];
       next[other * experts + expert] = running;
@@ -115,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) place_kernel(MoePermuteParams const 
     }
   }
   __syncthreads();
-  for (int offset = 0; offset < kWarpPairs; offset += kWarp) {
+  for (int offset = 0; offset < own; offset += kWarp) {
     int64_t const pair = first + offset;
     int const expert = local_expert(params, pair);
     unsigned const same = __match_any_sync(kAllLanes, expert);
@@ -128,28 +148,50 @@ __global__ void __launch_bounds__(kThreads) place_kernel(MoePermuteParams const 
   }
 }
 
-// Every row of x is read once and written to each of its places; slots that are not held here are skipped.
-__global__ void __launch_bounds__(kScatterThreads) scatter_kernel(MoePermuteParams const params) {
-  __shared__ int32_t places[kMaxTopK];
-  __shared__ int wanted;
-  int64_t const row = blockIdx.x;
-  if (threadIdx.x < kWarp) {
-    int const slot = static_cast<int>(threadIdx.x);
-    int32_t const place = slot < params.top_k ? params.inverse[row * params.top_k + slot] : -1;
-    unsigned const held = __ballot_sync(kAllLanes, place >= 0);
-    if (place >= 0) places[__popc(held & ((1U << slot) - 1U))] = place;
-    if (slot == 0) wanted = __popc(held);
+// Writes 2048 channels of a row, from `first` on, to every place that a lane holds.
+__device__ __forceinline__ void scatter_strip(MoePermuteParams const& params, int64_t row, int first, int32_t place) {
+  unsigned const held = __ballot_sync(kAllLanes, place >= 0);
+  auto const* const source = static_cast<__nv_bfloat16 const*>(params.x) + row * params.hidden;
+  auto* const permuted = static_cast<__nv_bfloat16*>(params.permuted);
+  int const own = first + static_cast<int>(threadIdx.x) % kWarp * kVector;
+  uint4 raw[kAhead];
+#pragma unroll
+  for (int index = 0; index < kAhead; ++index) {
+    int const channel = own + index * kWarp * kVector;
+    if (held != 0 && channel < params.hidden) raw[index] = load_once(source + channel);
   }
-  __syncthreads();
-  if (wanted == 0) return;
-  auto const* source = static_cast<__nv_bfloat16 const*>(params.x) + row * params.hidden;
-  for (int channel = static_cast<int>(threadIdx.x) * kVector; channel < params.hidden;
-       channel += kScatterThreads * kVector) {
-    uint4 const raw = load_once(source + channel);
-    for (int index = 0; index < wanted; ++index) {
-      auto* target = static_cast<__nv_bfloat16*>(params.permuted) + static_cast<int64_t>(places[index]) * params.hidden;
-      *reinterpret_cast<uint4*>(target + channel) = raw;
+  for (unsigned left = held; left != 0; left &= left - 1) {
+    int64_t const target = __shfl_sync(kAllLanes, place, __ffs(static_cast<int>(left)) - 1);
+#pragma unroll
+    for (int index = 0; index < kAhead; ++index) {
+      int const channel = own + index * kWarp * kVector;
+      if (channel < params.hidden) *reinterpret_cast<uint4*>(permuted + target * params.hidden + channel) = raw[index];
     }
+  }
+}
+
+// Warps take strips of rows: every row is read once; slots that are not held here are skipped. Places of a warp's next
+// strip are on their way.
+__global__ void __launch_bounds__(kScatterThreads, 4) scatter_kernel(MoePermuteParams const params) {
+  cudaGridDependencySynchronize();
+  int const lane = static_cast<int>(threadIdx.x) % kWarp;
+  int const strips = (params.hidden + kStrip - 1) / kStrip;
+  int const warp = static_cast<int>(blockIdx.x * kScatterThreads + threadIdx.x) / kWarp;
+  int const all = static_cast<int>(gridDim.x) * (kScatterThreads / kWarp);
+  auto const place_of = [&](int64_t row) {
+    return lane < params.top_k && row < params.rows ? __ldg(params.inverse + row * params.top_k + lane) : -1;
+  };
+  int64_t row = warp / strips;
+  int strip = warp % strips;
+  int32_t place = place_of(row);
+  while (row < params.rows) {
+    int const next_strip = (strip + all % strips) % strips;
+    int64_t const next_row = row + all / strips + (strip + all % strips) / strips;
+    int32_t const next_place = place_of(next_row);
+    scatter_strip(params, row, strip * kStrip, place);
+    row = next_row;
+    strip = next_strip;
+    place = next_place;
   }
 }
 
@@ -157,14 +199,13 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(MoePermutePara
 
 size_t moe_permute_workspace(int64_t rows, int32_t top_k, int32_t experts) {
   if (rows <= 0 || top_k <= 0 || experts <= 0) return 0;
-  return static_cast<size_t>(sort_blocks(rows, top_k)) * static_cast<size_t>(experts) * sizeof(int32_t);
+  return static_cast<size_t>(sort_blocks(rows * top_k)) * static_cast<size_t>(experts) * sizeof(int32_t);
 }
 
 Status moe_permute(MoePermuteParams const& params, cudaStream_t stream) {
   REDKNOT_VALID(params.rows >= 0 && params.hidden > 0 && params.top_k > 0 && params.experts > 0);
   REDKNOT_SUPPORTED(params.experts <= kMaxExperts && params.top_k <= kMaxTopK && params.hidden % kVector == 0);
   REDKNOT_SUPPORTED(params.rows <= INT32_MAX / params.top_k);
-  REDKNOT_SUPPORTED(sort_blocks(params.rows, params.top_k) * params.experts <= INT32_MAX);
   REDKNOT_VALID(params.ends != nullptr);
   if (params.rows == 0) {
     REDKNOT_CUDA(cudaMemsetAsync(params.ends, 0, sizeof(int32_t) * static_cast<size_t>(params.experts), stream));
@@ -176,18 +217,20 @@ Status moe_permute(MoePermuteParams const& params, cudaStream_t stream) {
                   Status::kMisaligned);
   REDKNOT_REQUIRE(params.workspace_bytes >= moe_permute_workspace(params.rows, params.top_k, params.experts),
                   Status::kWorkspaceTooSmall);
-  int64_t const blocks = sort_blocks(params.rows, params.top_k);
-  size_t const shared = sizeof(int32_t) * static_cast<size_t>(params.experts);
+  int64_t const pairs = params.rows * params.top_k;
+  auto const each = static_cast<int>(pairs_a_block(pairs));
+  auto const blocks = static_cast<unsigned>(sort_blocks(pairs));
+  size_t const row_bytes = sizeof(int32_t) * static_cast<size_t>(params.experts);
+  constexpr int kPlaceRows = kWarps + 2;
   REDKNOT_CUDA(cudaFuncSetAttribute(place_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(kWarps * kMaxExperts * sizeof(int32_t))));
-  count_kernel<<<static_cast<unsigned>(blocks), kThreads, shared, stream>>>(params);
+                                    static_cast<int>(kPlaceRows * kMaxExperts * sizeof(int32_t))));
+  count_kernel<<<blocks, kThreads, row_bytes, stream>>>(params, each);
   REDKNOT_LAUNCHED();
-  scan_kernel<<<1, kMaxExperts, 0, stream>>>(params, static_cast<int>(blocks));
-  REDKNOT_LAUNCHED();
-  place_kernel<<<static_cast<unsigned>(blocks), kThreads, kWarps * shared, stream>>>(params);
-  REDKNOT_LAUNCHED();
-  scatter_kernel<<<static_cast<unsigned>(params.rows), kScatterThreads, 0, stream>>>(params);
-  REDKNOT_LAUNCHED();
+  REDKNOT_CUDA(launch_after(place_kernel, blocks, kThreads, kPlaceRows * row_bytes, stream, params, each));
+  int64_t const strips = params.rows * ((params.hidden + kStrip - 1) / kStrip);
+  constexpr int kStripsABlock = kScatterThreads / kWarp;
+  int64_t const scatter_blocks = std::min<int64_t>(kScatterBlocks, (strips + kStripsABlock - 1) / kStripsABlock);
+  REDKNOT_CUDA(launch_after(scatter_kernel, static_cast<unsigned>(scatter_blocks), kScatterThreads, 0, stream, params));
   return Status::kSuccess;
 }
 

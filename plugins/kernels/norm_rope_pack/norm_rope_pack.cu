@@ -1,4 +1,7 @@
+#include <algorithm>
+
 #include "common/check.h"
+#include "kernels/norm_rope_pack/latents.cuh"
 #include "kernels/norm_rope_pack/launch.h"
 #include "kernels/norm_rope_pack/row.cuh"
 
@@ -46,6 +49,21 @@ Status launch(NormRopePackParams const& params, cudaStream_t stream) {
   return Status::kSuccess;
 }
 
+bool is_latent(NormRopePackParams const& params) {
+  return params.format == RowFormat::kPackedLatent && params.width == kHeadDim && params.rope_dim == kRopeDim &&
+         params.norm != nullptr;
+}
+
+Status launch_latents(NormRopePackParams const& params, cudaStream_t stream) {
+  RowFinish const finish = make_finish(params.norm, params.norm_is_float, params.rope, params.rope_positions,
+                                       params.rope_dim, params.width, params.format, params.eps);
+  int64_t const blocks = (params.rows + kLatentWarps - 1) / kLatentWarps;
+  auto const grid = static_cast<unsigned>(std::min<int64_t>(blocks, kLatentBlocks));
+  latents_kernel<<<grid, kLatentWarps * kWarp, 0, stream>>>(params, finish);
+  REDKNOT_LAUNCHED();
+  return Status::kSuccess;
+}
+
 }  // namespace
 
 Status norm_rope_pack(NormRopePackParams const& params, cudaStream_t stream) {
@@ -61,6 +79,7 @@ Status norm_rope_pack(NormRopePackParams const& params, cudaStream_t stream) {
   REDKNOT_REQUIRE(aligned(params.x, 16) && aligned(params.norm, 16) && aligned(params.rope, 16) &&
                       aligned(params.out, params.format == RowFormat::kBFloat16 ? 16 : 8),
                   Status::kMisaligned);
+  if (is_latent(params)) return launch_latents(params, stream);
   if (params.width <= 256) return launch<32, 1>(params, stream);
   if (params.width <= 512) return launch<32, 2>(params, stream);
   if (params.width <= 1024) return launch<32, 4>(params, stream);

@@ -1,16 +1,15 @@
-"""One rank of a job that checks the collectives, builds an engine and artifacts, and answers a scenario's questions.
+"""What a rank does to check the collectives, build an engine and artifacts, and answer a scenario's questions.
 
-Argument: a folder with task.json. Rank 0 writes answers.json there.
+The folder has a task.json; rank 0 writes answers.json there. :mod:`tests.engine.ranks.sizes` starts it.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-import torch
-from mpi4py import MPI
+import torch.distributed as dist
+from mpi4py.MPI import Intracomm
 
 from tests.engine.ranks.collectives import failures
 from tests.engine.ranks.job import make_engine, read_task
@@ -21,12 +20,13 @@ from trt_redknot.collectives.mpi import MpiCollectives
 from trt_redknot.digests import digest_json
 
 
-def run(folder: Path) -> None:
-    torch.set_num_threads(1)
-    world, task = MPI.COMM_WORLD, read_task(folder)
+def run(folder: Path, world: Intracomm) -> None:
+    task = read_task(folder)
     ranks = MpiCollectives(world)
     checked = failures(ranks, task["seed"])
     over_group = failures(DeviceCollectives(ranks, make_group(ranks, "gloo")), task["seed"])
+    # The next run in this process has other ranks.
+    dist.destroy_process_group()
     checkpoint = Path(task["checkpoint"])
     engine = make_engine(checkpoint, folder / "engine", world, chunk_rows=task["chunk_rows"])
     answers = answer_all(engine, ArtifactStore(folder / "store"), task["scenario"])
@@ -37,7 +37,3 @@ def run(folder: Path) -> None:
     if ranks.rank == 0:
         content = {"answers": answers, "fp32": fp32, "ranks": everyone}
         (folder / "answers.json").write_text(json.dumps(content), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]))

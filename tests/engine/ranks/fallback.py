@@ -1,6 +1,7 @@
-"""One rank of a job in which, case by case, one random rank is made to differ. Argument: a folder with task.json.
+"""What a rank does and sees while, case by case, one random rank is made to differ.
 
-Every rank has a store of its own, and writes rank-<n>.json: what it saw in each case.
+The folder has a task.json. Every rank has a store of its own, and writes rank-<n>.json: what it saw in each case.
+:mod:`tests.engine.ranks.sizes` starts it.
 """
 
 from __future__ import annotations
@@ -8,12 +9,10 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from mpi4py import MPI
+from mpi4py.MPI import Intracomm
 
 from tests.engine.ranks.damage import CASES, DEADLINE_S, Case, Scene, cut
 from tests.engine.ranks.job import make_engine, read_task
@@ -30,8 +29,8 @@ CHUNK_ROWS = 1000
 class Job:
     """The stores of all engines, and this rank's view of them."""
 
-    def __init__(self, folder: Path, task: dict[str, Any]) -> None:
-        self.world = MPI.COMM_WORLD
+    def __init__(self, folder: Path, task: dict[str, Any], world: Intracomm) -> None:
+        self.world = world
         self.rank = self.world.Get_rank()
         self.folder = folder
         self.task = task
@@ -133,16 +132,11 @@ class Job:
         return "opened"
 
 
-def run(folder: Path) -> None:
-    torch.set_num_threads(1)
-    job = Job(folder, read_task(folder))
+def run(folder: Path, world: Intracomm) -> None:
+    job = Job(folder, read_task(folder), world)
     wanted = job.ask(ArtifactStore(job.clean), policy=None)
     clean = job.ask(ArtifactStore(job.clean), policy=ReusePolicy(**POLICY, deadline_s=60.0)).report
     seen = {name: job.try_case(name, case, wanted) for name, case in CASES.items()}
     content = {"clean": [clean.arm, clean.fallback_reason], "omitted": clean.rows.omitted, "cases": seen}
     content["opened"] = {case: job.try_to_open(case) for case in ("another engine", "damaged engine")}
     (folder / f"rank-{job.rank}.json").write_text(json.dumps(content), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]))

@@ -19,9 +19,10 @@ STAGES = curriculum(2048, (128, 512))
 def test_targets_are_the_answers(stage: Stage) -> None:
     batch = make_batch(stage, random.randrange(2**31), 3)
     words = vocabulary()
-    assert batch.tokens.shape == batch.targets.shape == batch.subjects.shape == (stage.sequences, stage.length)
+    shape = (stage.sequences, stage.length)
+    assert batch.tokens.shape == batch.targets.shape == batch.subjects.shape == batch.kinds.shape == shape
     asked = 0
-    for tokens, targets in zip(batch.tokens, batch.targets, strict=True):
+    for tokens, targets, kinds in zip(batch.tokens, batch.targets, batch.kinds, strict=True):
         text = [words[token] for token in tokens]
         places = np.flatnonzero(targets != IGNORE)
         # Every target is the next token; an answer runs from behind "Answer :" to the end mark.
@@ -30,6 +31,11 @@ def test_targets_are_the_answers(stage: Stage) -> None:
         expected = {place for start in answers for place in range(start + 1, text.index(END, start))}
         assert set(places.tolist()) == expected
         asked += len(answers)
+        found = np.flatnonzero(kinds != IGNORE)
+        assert set(found) <= set(places), "what is found is part of an answer"
+        assert all(any(start < place + 1 <= text.index(END, start) for start in answers) for place in found)
+        assert len(found) >= len(answers), "every answer has something to find"
+        assert END not in [text[place + 1] for place in found]
         assert PAD not in text[: len(tokens) - int((tokens == 0).sum())]
     assert asked >= stage.sequences
 
@@ -54,6 +60,7 @@ def test_a_step_has_one_batch_and_other_processes_make_it_too() -> None:
             assert (found.tokens == batch.tokens).all()
             assert (found.targets == batch.targets).all()
             assert (found.subjects == batch.subjects).all()
+            assert (found.kinds == batch.kinds).all()
     assert not (expected[0].tokens == expected[1].tokens).all()
 
 

@@ -12,6 +12,7 @@ import torch
 from tests.support.networks import NetworkOptions, network
 from trt_redknot.evaluation.nano.batches import curriculum, make_batch
 from trt_redknot.evaluation.nano.lean import LeanNetwork
+from trt_redknot.evaluation.nano.mixing import sinkhorn
 from trt_redknot.evaluation.nano.network import SMALL, make_model
 from trt_redknot.evaluation.nano.objective import AuxiliaryHeads, Weights, indexer_loss, losses_of
 
@@ -65,36 +66,55 @@ def test_dense_sequences_see_every_entry_and_muted_ones_none() -> None:
     model = network(NetworkOptions(kinds="sscc", hash_layers=4, seed=random.randrange(2**31), topk=3))
     lean = LeanNetwork(model)
     tokens = torch.randint(0, 97, (3, 64))
-    yes, no = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)
-    first = torch.tensor([True, False, False])
     with torch.no_grad():
-        sparse, dense = lean(tokens).logits, lean(tokens, sparse=no).logits
-        mixed = lean(tokens, sparse=~first).logits
-        muted = lean(tokens, sparse=no, mute=yes)
+        sparse, dense = lean(tokens).logits, lean(tokens, dense=3).logits
+        mixed = lean(tokens, dense=1, muted=1).logits
+        muted = lean(tokens, muted=3).logits
         model.config.index_topk = 1000
         for layer in model.model.layers[2:]:
             layer.self_attn.compressor.indexer.index_topk = 1000
         everything = model(input_ids=tokens, use_cache=False).logits
     torch.testing.assert_close(dense, everything, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(sparse, dense, atol=1e-3)
+    assert not torch.allclose(muted, dense, atol=1e-3)
     torch.testing.assert_close(mixed[0], dense[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(mixed[1:], sparse[1:], rtol=1e-4, atol=1e-4)
-    assert all(bool((selection.mass == 0).all()) for selection in muted.selections.values())
-    assert not torch.allclose(muted.logits, dense, atol=1e-3)
+    torch.testing.assert_close(mixed[1], sparse[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mixed[2], muted[2], rtol=1e-4, atol=1e-4)
+
+
+def test_watched_tokens_are_compared_with_what_was_attended_to() -> None:
+    model = network(NetworkOptions(kinds="ssc", hash_layers=3, seed=random.randrange(2**31), topk=3))
+    lean = LeanNetwork(model)
+    tokens = torch.randint(0, 97, (3, 64))
+    places = torch.tensor([1, 2, lean.sizes.block - 1])
+    with torch.no_grad():
+        everywhere = lean(tokens, dense=2).selections[2]
+        some = lean(tokens, dense=2, watched=places).selections[2]
+        assert lean(tokens).selections == {}
+    count = 64 // lean.sizes.block
+    rows = (torch.arange(count)[:, None] * lean.sizes.block + places).flatten()
+    torch.testing.assert_close(some.mass, everywhere.mass[:, rows])
+    torch.testing.assert_close(some.scores, everywhere.scores[:, rows])
+    assert torch.equal(some.visible, everywhere.visible[rows])
+    # Mass lies on visible entries only, and is a share.
+    assert (everywhere.mass[:, ~everywhere.visible] == 0).all()
+    total = everywhere.mass.sum(-1)
+    assert (total[:, everywhere.visible.any(-1)] > 0).all()
+    assert (total <= 1).all()
 
 
 def test_gradients_reach_every_parameter() -> None:
     sizes = dataclasses.replace(SMALL, silent=())
     model = make_model(sizes, random.randrange(2**31))
     lean = LeanNetwork(model)
-    heads = AuxiliaryHeads(sizes.hidden, 4, model.config.vocab_size, 4)
+    heads = AuxiliaryHeads(sizes.hidden, 4, model.config.vocab_size, (3, 5))
     stage = curriculum(1024, (128, 256))[1]
     batch = make_batch(stage, random.randrange(2**31), 0)
-    tokens, targets, subjects = (torch.from_numpy(a).long() for a in (batch.tokens, batch.targets, batch.subjects))
-    sparse = torch.tensor([True, False, False, True])
-    mute = torch.tensor([False, False, True, False])
-    forward = lean(tokens, sparse=sparse, mute=mute, keep=heads.layers)
-    found = losses_of(forward, heads, tokens, targets, subjects, weights=Weights(), silent=(), dense=~sparse)
+    tokens, targets, subjects, kinds = (
+        torch.from_numpy(a).long() for a in (batch.tokens, batch.targets, batch.subjects, batch.kinds)
+    )
+    forward = lean(tokens, dense=2, muted=1, keep=heads.layers)
+    found = losses_of(forward, heads, tokens, targets, subjects, kinds, weights=Weights(), silent=())
     found.total.backward()
     for name, value in [*model.named_parameters(), *heads.named_parameters()]:
         assert value.grad is not None, name
@@ -104,18 +124,30 @@ def test_gradients_reach_every_parameter() -> None:
 
 def test_silent_layers_give_nothing_and_their_indexer_learns_from_the_next() -> None:
     model = make_model(SMALL, random.randrange(2**31))
-    lean = LeanNetwork(model)
+    lean = LeanNetwork(model, silent=SMALL.silent)
     tokens = torch.randint(2, model.config.vocab_size, (2, 64))
     assert not model.model.layers[2].self_attn.compressor.kv_norm.weight.requires_grad
-    forward = lean(tokens, sparse=torch.zeros(2, dtype=torch.bool))
-    before = forward.logits
+    forward = lean(tokens, dense=2)
     indexer = model.model.layers[2].self_attn.compressor.indexer
-    indexer_loss(forward.selections, SMALL.silent, torch.ones(2, dtype=torch.bool)).backward()
+    indexer_loss(forward.selections, SMALL.silent).backward()
     assert all(value.grad is not None and value.grad.abs().max() > 0 for value in indexer.parameters())
     # Nothing but Indexers learns from this loss.
     others = [n for n, v in model.named_parameters() if ".indexer." not in n and v.grad is not None and v.grad.any()]
     assert others == []
     with torch.no_grad():
-        # What a silent layer compresses changes no logit.
+        # What a silent layer compresses changes no logit of transformers, and leaving it out changes none either.
+        before = LeanNetwork(model)(tokens).logits
         model.model.layers[2].self_attn.compressor.kv_proj.weight.normal_()
-        torch.testing.assert_close(lean(tokens, sparse=torch.zeros(2, dtype=torch.bool)).logits, before)
+        torch.testing.assert_close(LeanNetwork(model)(tokens).logits, before)
+        torch.testing.assert_close(lean(tokens).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def test_mixing_matrices_are_transformers_to_rounding() -> None:
+    logits = torch.randn(4, 4, 50) * 3
+    eps = 1e-6
+    expected = logits.permute(2, 0, 1).softmax(-1) + eps
+    expected = expected / (expected.sum(-2, keepdim=True) + eps)
+    for _ in range(19):
+        expected = expected / (expected.sum(-1, keepdim=True) + eps)
+        expected = expected / (expected.sum(-2, keepdim=True) + eps)
+    torch.testing.assert_close(sinkhorn(logits, 20, eps).permute(2, 0, 1), expected, rtol=1e-5, atol=1e-6)

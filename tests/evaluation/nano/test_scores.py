@@ -23,6 +23,7 @@ class Oracle:
     def __init__(self, network: LeanNetwork, wrong_last: bool) -> None:
         self.model = network.model
         self.kinds = network.kinds
+        self.sizes = network.sizes
         self._wrong_last = wrong_last
 
     def __call__(self, tokens: torch.Tensor) -> Forward:
@@ -41,11 +42,12 @@ def test_every_token_of_an_answer_must_be_right() -> None:
         assert found == {"256": {**dict.fromkeys(KINDS, expected), "all": expected}}
 
 
-def test_ablation_names_every_layer_with_entries_and_changes_nothing() -> None:
-    network = LeanNetwork(make_model(TOY, 2))
+def test_ablation_names_what_it_changes_and_leaves_no_trace() -> None:
+    network = LeanNetwork(make_model(TOY, 2), silent=TOY.silent)
     before = {name: value.clone() for name, value in network.model.state_dict().items()}
     found = ablate(network, 256, prompts=1, seed=3, device=CPU, autocast=False)
-    assert list(found) == ["none", "2", "3"]
+    assert list(found) == ["none", "3", "CSA", "HCA", "top-k 4", "top-k 2", "top-k 1"]
+    assert network.sizes.index_topk == TOY.index_topk
     assert all(0.0 <= value <= 1.0 for value in found.values())
     for name, value in network.model.state_dict().items():
         assert torch.equal(value, before[name]), name

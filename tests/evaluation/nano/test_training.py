@@ -29,8 +29,8 @@ PROJECT = Path(__file__).resolve().parents[3]
 SCRIPT = PROJECT / "run" / "train_nano.py"
 TOY = dataclasses.replace(SMALL, layers=4, head_dim=16, sinkhorn=2)
 RECIPE = Recipe(
-    sizes=TOY, seed=3, steps=3 * REPORT, lengths=(64, 128), ends=(0.5, 1.0), tokens=128, rate=3e-3, warmup=20,
-    subject_layer=3,
+    sizes=TOY, seed=3, steps=3 * REPORT, lengths=(64, 128), first=0.5, tokens=128, rate=3e-3, warmup=20,
+    subject_layers=(3,),
 )  # fmt: skip
 OFTEN = 2
 BRIEF = dataclasses.replace(RECIPE, steps=3 * OFTEN)
@@ -146,7 +146,7 @@ def test_the_command_pauses_resumes_and_leaves_a_checkpoint(
     said: dict[str, Any] = json.loads(shown.out)
     assert said["step"] == 2 * OFTEN
     assert set(said["exact_match"]) == {"256"}
-    assert list(said["exact_match_without_layer"]) == ["none", "2", "3"]
+    assert list(said["exact_match_changed"]) == ["none", "3", "CSA", "HCA", "top-k 4", "top-k 2", "top-k 1"]
     assert said["bytes"] < 32 * 2**20
     assert said["logits_from_transformers"] < 1e-4
     checkpoint = output / "checkpoint"

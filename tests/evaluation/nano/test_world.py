@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -11,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trt_redknot.evaluation.nano.network import make_tokenizer
-from trt_redknot.evaluation.nano.prompts import NanoPrompt, make_prompt, write_records
-from trt_redknot.evaluation.nano.words import END, join_words, token_ids, vocabulary
+from trt_redknot.evaluation.nano.prompts import NanoPrompt, make_prompt, write_documents, write_records
+from trt_redknot.evaluation.nano.words import END, PAD, join_words, token_ids, vocabulary
 from trt_redknot.evaluation.nano.world import KINDS, SHORT_KINDS
 from trt_redknot.evaluation.records import read_records
 
@@ -66,7 +67,7 @@ class Reader:
                 passage, person = self.above[person]
                 passages.append(passage)
             assert passages == sorted(set(passages)), "one link a passage, in order"
-            assert 3 <= len(passages) <= 4
+            assert len(passages) == 2
             return person, "chain"
         found = re.fullmatch(r"Report the ([\w, ]+) of (\w+)\.", question)
         assert found is not None
@@ -116,6 +117,22 @@ def test_record_files_are_longbenchs_and_the_same_for_a_seed(tmp_path: Path) -> 
     for record in records:
         passages = [re.sub(r"^Passage \d+:\n", "", document).strip() for document in record.documents]
         assert Reader(passages).answer(record.input) == (record.answers[0], record.kind)
+
+
+def test_documents_are_text_and_every_question_has_its_answer_in_them(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.json"
+    write_documents(tmp_path / "documents", questions, 1200, seed=random.randrange(2**31), files=3)
+    paths = sorted((tmp_path / "documents").iterdir())
+    assert [path.name for path in paths] == ["part-1.txt", "part-2.txt", "part-3.txt"]
+    text = "\n\n".join(path.read_text().strip() for path in paths)
+    assert make_tokenizer().token_to_id(PAD) not in make_tokenizer().encode(text).ids
+    reader = Reader([passage.strip().replace("\n", " ") for passage in re.split(r"Passage \d+:\n", text)[1:]])
+    asked = json.loads(questions.read_text())
+    assert list(asked) == list(KINDS)
+    for kind, entry in asked.items():
+        found = re.fullmatch(r"Question: (.*) Answer:", entry["question"])
+        assert found is not None
+        assert reader.answer(found[1]) == (entry["answer"], kind)
 
 
 def test_a_prompt_too_short_for_its_question_is_refused() -> None:

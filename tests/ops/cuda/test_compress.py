@@ -56,6 +56,25 @@ def test_entries_equal_the_reference(
 
 
 @needs_gpu
+@pytest.mark.parametrize(("ratio", "width"), [(128, 512), (20, 1024), (256, 8), (300, 64)])
+@pytest.mark.parametrize("float_weights", [True, False])
+def test_many_entries_share_their_weights(ratio: int, width: int, float_weights: bool) -> None:
+    """So many entries that a block takes two, and an odd number of them."""
+    tokens = 600 * ratio + 7
+    case = compress_case(tokens, ratio, 1, width, seed=ratio, device="cuda", float_weights=float_weights, gap=1)
+    case.table.slots[20, 3] = -1
+    rope = random_rope(tokens, 8).to("cuda")
+    wanted = expected(case, rope)
+    case.table.slots[21] = -1
+    case.table.slots[22, 5] = tokens + 1
+    found = run(case, rope)
+    spoilt = torch.zeros(601, dtype=torch.bool, device="cuda")
+    spoilt[21:23] = True
+    assert found[spoilt].isnan().all()
+    assert relative_error(found[~spoilt], wanted[~spoilt]) < TOLERANCE
+
+
+@needs_gpu
 @TYPICAL
 @given(tokens=st.integers(1, 300), seed=SEEDS)
 def test_entries_go_straight_into_the_pool(tokens: int, seed: int) -> None:

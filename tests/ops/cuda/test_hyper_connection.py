@@ -55,6 +55,48 @@ def test_pre_equals_the_reference(rows: int, sizes: tuple[int, int], float_norm:
 
 
 @needs_gpu
+@pytest.mark.parametrize(("rows", "hidden"), [(4801, 4096), (2603, 7168)])
+def test_pre_of_many_rows(rows: int, hidden: int) -> None:
+    """More groups of rows than a cluster of blocks keeps before it balances their matrices, and the same bits twice."""
+    case = mix_case(rows, 4, hidden, seed=rows, device="cuda")
+    first, second = (
+        hyper_connection_pre(
+            case.streams, case.fn, case.base, case.scale, case.norm,
+            iterations=ITERATIONS, eps=EPS, norm_eps=NORM_EPS,
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+    for begin in range(0, rows, 512):
+        part = slice(begin, begin + 512)
+        wanted = reference.hyper_connection_pre(
+            case.streams[part].double(), case.fn.double(), case.base.double(), case.scale.double(), case.norm.double(),
+            iterations=ITERATIONS, eps=EPS, norm_eps=NORM_EPS,
+        )  # fmt: skip
+        for found, expected, tolerance in zip(first, wanted, (TOLERANCE, MIX_TOLERANCE, MIX_TOLERANCE), strict=True):
+            assert relative_error(found[part], expected) < tolerance
+
+
+@needs_gpu
+@pytest.mark.parametrize("hidden", [4096, 7168, 2048])
+def test_a_row_that_is_not_finite_stays_alone(hidden: int) -> None:
+    case = mix_case(70, 4, hidden, seed=3, device="cuda")
+
+    def call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return hyper_connection_pre(
+            case.streams, case.fn, case.base, case.scale, case.norm, iterations=ITERATIONS, eps=EPS, norm_eps=NORM_EPS
+        )
+
+    clean = call()
+    case.streams[37, 2, 5] = float("nan")
+    others = torch.arange(70, device="cuda") != 37
+    for before, after in zip(clean, call(), strict=True):
+        assert torch.equal(before[others], after[others])
+        assert after[37].isnan().any()
+
+
+@needs_gpu
 @TYPICAL
 @given(rows=ROWS, sizes=SIZES, seed=SEEDS)
 def test_head_equals_the_reference(rows: int, sizes: tuple[int, int], seed: int) -> None:

@@ -177,6 +177,31 @@ def test_many_entries_take_several_passes(equal: bool) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("favoured", ["none", "sampled", "not sampled"])
+@pytest.mark.parametrize("top_k", [1, 512, 1024])
+def test_a_misleading_sample_costs_time_only(favoured: str, top_k: int) -> None:
+    """Scores of 20000 entries, of which those that the kernel samples are the best, or the worst."""
+    entries = 20000
+    layout = Layout(sequences=((4 * entries,),), ratio=4)
+    table = table_to(make_table(layout, place(layout), [(0, torch.tensor([4 * entries - 1, 60001]))]), "cuda")
+    generator = torch.Generator(device="cuda").manual_seed(top_k)
+    q = torch.zeros((2, 64, 128), device="cuda", dtype=torch.bfloat16)
+    q[:, 0, :2] = 1
+    weights = torch.ones((2, 64), device="cuda", dtype=torch.bfloat16)
+    # Exact scores of whole numbers: 0 to 15 from one channel, a favour of 64 from the other.
+    keys = torch.zeros((entries, 128), device="cuda", dtype=torch.bfloat16)
+    keys[:, 0] = torch.randint(0, 16, (entries,), generator=generator, device="cuda").bfloat16()
+    sampled = torch.arange(entries, device="cuda") % (entries // 1024) < 4
+    if favoured != "none":
+        keys[sampled if favoured == "sampled" else ~sampled, 1] = 64
+    still = torch.tensor([1.0, 0.0], device="cuda").expand(1, 32, 2).contiguous()
+    found = select(q, weights, keys, table, still, top_k, fp8=True)
+    for row in range(2):
+        scores = keys[: int(table.visible[row]), :2].float().sum(1)
+        assert torch.equal(found[row], scores.sort(descending=True, stable=True).indices[:top_k])
+
+
+@needs_gpu
 def test_no_entries_select_nothing() -> None:
     layout = Layout(sequences=((40,),), ratio=4)
     table = table_to(make_table(layout, place(layout), [(0, torch.arange(40))]), "cuda")

@@ -107,6 +107,34 @@ def test_only_the_named_pool_rows_are_written(rows: int, pool: int, seed: int) -
 
 
 @needs_gpu
+@pytest.mark.parametrize("float_norm", [True, False])
+def test_many_packed_latents_go_straight_into_the_pool(float_norm: bool) -> None:
+    """Several rows a warp: each is the packing of its bf16 row, rows that are not finite and dropped ones included."""
+    rows = 9001
+    x, weight = latents(rows, 512, 5)
+    weight = weight.float() if float_norm else weight
+    x[::97, 11] = float("nan")
+    x[5::97, 470] = float("inf")
+    x[7::97] = 0
+    rope = random_rope(512, 64).to("cuda")
+    positions = torch.randint(0, 520, (rows,), device="cuda", generator=generator_of(6, "cuda"))
+    targets = torch.randperm(rows, device="cuda", generator=generator_of(7, "cuda")) - 50
+    pool = torch.full((rows - 90, 584), 0xA5, dtype=torch.uint8, device="cuda")
+    wanted = pool.clone()
+    norm_rope_pack(
+        x, weight, rope, positions, eps=EPS, row_format=RowFormat.PACKED_LATENT, pool=pool, pool_rows=targets
+    )
+    inside = (targets >= 0) & (targets < pool.shape[0])
+    plain = norm_rope_pack(x, weight, rope, positions, eps=EPS)
+    wanted[targets[inside]] = pack_latents(plain, 64)[inside]
+    assert torch.equal(pool[:, :448], wanted[:, :448])
+    assert torch.equal(pool[:, 576:], wanted[:, 576:])
+    # NaN rope channels are bf16 and may carry any payload.
+    found_rope, wanted_rope = (part[:, 448:576].contiguous().view(torch.bfloat16) for part in (pool, wanted))
+    assert torch.equal(found_rope.nan_to_num(nan=7e3), wanted_rope.nan_to_num(nan=7e3))
+
+
+@needs_gpu
 def test_positions_outside_the_table_turn_the_rope_channels_to_nan() -> None:
     x, weight = latents(4, 512, 1)
     rope, positions = random_rope(16, 64).to("cuda"), torch.tensor([0, 16, -1, 2**40], device="cuda")

@@ -142,8 +142,8 @@ class ReadAhead:
         if at > self._current:
             self._enter(at)
         stored, whole = self._layers[at].places[read.key]
-        if whole and read.index is not None:
-            stored = stored.index_select(0, read.index.to(self._device, non_blocking=True))
+        if whole:
+            stored = read.rows_of(stored)
         return read.reader.codec(read.part).decode(stored, self._dtype)
 
     def close(self) -> None:

@@ -47,12 +47,21 @@ class Read:
 
     Attributes:
         index: int64 [k] in host memory; None: the whole tensor. Equal reads share the same object.
+        device_index: the same on the device, for tensors that lie there.
     """
 
     reader: ArtifactReader
     part: Part
     layer: int | None
     index: torch.Tensor | None = None
+    device_index: torch.Tensor | None = None
+
+    def rows_of(self, stored: torch.Tensor) -> torch.Tensor:
+        """The rows that are asked of a tensor, wherever it lies. Waits for nothing where `device_index` is given."""
+        if self.index is None:
+            return stored
+        index = self.index if stored.device == self.index.device else self.device_index
+        return stored.index_select(0, self.index.to(stored.device) if index is None else index)
 
     @property
     def key(self) -> ReadKey:
@@ -105,12 +114,21 @@ class DirectReads:
         return None
 
     def take(self, read: Read) -> torch.Tensor:
+        if self._device.type == "cuda":
+            stored = read.reader.raw(read.part, read.layer)
+            if stored.device == self._device:
+                return self._on_the_device(read, read.rows_of(stored))
         if read.index is None:
             values = read.reader.tensor(read.part, read.layer, self._dtype)
         else:
             values = read.reader.rows(read.part, read.layer, read.index, self._dtype)
         self._moved[Tier.HOST] += values.nbytes
         return values.to(self._device)
+
+    def _on_the_device(self, read: Read, stored: torch.Tensor) -> torch.Tensor:
+        self._moved[Tier.DEVICE] += stored.nbytes
+        read.reader.count(Tier.DEVICE, stored.nbytes)
+        return read.reader.codec(read.part).decode(stored, self._dtype)
 
     def close(self) -> None:
         return None

@@ -9,14 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trt_redknot.evaluation.nano.words import END, NUMBERS, PAD, token_ids
-from trt_redknot.evaluation.nano.world import Question, World, header
+from trt_redknot.evaluation.nano.words import END, LOOKS, NAMES, NUMBERS, PAD, TOWNS, token_ids
+from trt_redknot.evaluation.nano.world import KINDS, Question, World, header
 
 IGNORE = -100
+_ARRAYS = 4
 _SMALL = 256
 # Documents stop this many words before the end of a prompt: the questions with their answers follow.
 _WORDS_A_QUESTION = 16
 _LONGEST_PASSAGE = 150
+# Words that answers have to find; the others follow from grammar or, as the names in a report, from the question.
+_FOUND = frozenset((*LOOKS, *TOWNS, *NAMES))
+_MOST_QUESTIONS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,7 @@ class Stage:
     @property
     def batch_bytes(self) -> int:
         """Of :func:`Batch.to_bytes`."""
-        return 3 * 4 * self.sequences * self.length
+        return _ARRAYS * 4 * self.sequences * self.length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,39 +53,48 @@ class Batch:
         tokens: ids, padded at the end.
         targets: the next token where it belongs to an answer, else `IGNORE`.
         subjects: id of the person a document's word is about, else `IGNORE`.
+        kinds: index in `KINDS` of the question where the next token is a word that its answer had to find, else
+            `IGNORE`.
     """
 
     tokens: NDArray[np.int32]
     targets: NDArray[np.int32]
     subjects: NDArray[np.int32]
+    kinds: NDArray[np.int32]
 
     def to_bytes(self) -> bytes:
-        return np.stack([self.tokens, self.targets, self.subjects]).astype("<i4").tobytes()
+        return np.stack([self.tokens, self.targets, self.subjects, self.kinds]).astype("<i4").tobytes()
 
     @classmethod
     def from_bytes(cls, content: bytes, stage: Stage) -> Batch:
         """Raises ValueError where the size is not the stage's."""
         if len(content) != stage.batch_bytes:
             raise ValueError(f"a batch has {stage.batch_bytes} bytes, not {len(content)}")
-        arrays = np.frombuffer(content, dtype="<i4").reshape(3, stage.sequences, stage.length)
-        return cls(tokens=arrays[0], targets=arrays[1], subjects=arrays[2])
+        arrays = np.frombuffer(content, dtype="<i4").reshape(_ARRAYS, stage.sequences, stage.length)
+        return cls(tokens=arrays[0], targets=arrays[1], subjects=arrays[2], kinds=arrays[3])
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptWords:
-    """One sequence as word lists: its questions are answered in place."""
+    """One sequence as word lists: its questions are answered in place.
+
+    Attributes:
+        answered: the word is part of an answer, its end included.
+        kinds: of the question that the word answers, where it had to be found.
+    """
 
     words: list[str]
     answered: list[bool]
     subjects: list[str | None]
+    kinds: list[str | None]
 
 
 def make_batch(stage: Stage, seed: int, step: int) -> Batch:
     """The batch of `step`: a pure function of its arguments."""
     rng = random.Random(f"{seed}/{stage.length}/{step}")
     rows = [_row(make_sequence(stage, rng), stage.length) for _ in range(stage.sequences)]
-    tokens, targets, subjects = (np.stack(column) for column in zip(*rows, strict=True))
-    return Batch(tokens=tokens, targets=targets, subjects=subjects)
+    tokens, targets, subjects, kinds = (np.stack(column) for column in zip(*rows, strict=True))
+    return Batch(tokens=tokens, targets=targets, subjects=subjects, kinds=kinds)
 
 
 def make_sequence(stage: Stage, rng: random.Random) -> PromptWords:
@@ -90,12 +103,16 @@ def make_sequence(stage: Stage, rng: random.Random) -> PromptWords:
     world = World(rng=rng, kinds=stage.kinds, small=stage.length <= _SMALL)
     words, subjects = passages_of(world, stage.length - asked * _WORDS_A_QUESTION)
     answered = [False] * len(words)
+    kinds: list[str | None] = [None] * len(words)
     for question in world.questions(asked):
         ask, reply = question_words(question), [*question.answer, END]
         if len(words) + len(ask) + len(reply) <= stage.length:
             words += ask + reply
             answered += [False] * len(ask) + [True] * len(reply)
-    return PromptWords(words=words, answered=answered, subjects=subjects + [None] * (len(words) - len(subjects)))
+            found = LOOKS if question.kind == "report" else _FOUND
+            kinds += [None] * len(ask) + [question.kind if word in found else None for word in reply]
+    subjects += [None] * (len(words) - len(subjects))
+    return PromptWords(words=words, answered=answered, subjects=subjects, kinds=kinds)
 
 
 def question_words(question: Question) -> list[str]:
@@ -118,7 +135,7 @@ def passages_of(world: World, room: int) -> tuple[list[str], list[str | None]]:
     return words, subjects
 
 
-def _row(sequence: PromptWords, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+def _row(sequence: PromptWords, length: int) -> tuple[NDArray[np.int32], ...]:
     ids = token_ids()
     words = sequence.words[:length]
     tokens = np.full(length, ids[PAD], dtype=np.int32)
@@ -130,7 +147,11 @@ def _row(sequence: PromptWords, length: int) -> tuple[NDArray[np.int32], NDArray
     for place, subject in enumerate(sequence.subjects[:length]):
         if subject is not None:
             subjects[place] = ids[subject]
-    return tokens, targets, subjects
+    kinds = np.full(length, IGNORE, dtype=np.int32)
+    for place, kind in enumerate(sequence.kinds[:length]):
+        if kind is not None:
+            kinds[place - 1] = KINDS.index(kind)
+    return tokens, targets, subjects, kinds
 
 
 def curriculum(tokens: int, lengths: Sequence[int]) -> tuple[Stage, ...]:
@@ -142,7 +163,7 @@ def curriculum(tokens: int, lengths: Sequence[int]) -> tuple[Stage, ...]:
             length=length,
             sequences=max(1, tokens // length),
             kinds=first if index == 0 else later,
-            questions=max(2, min(24, length // 40)),
+            questions=max(2, min(_MOST_QUESTIONS, length // 40, 16 + length // 80)),
         )
         for index, length in enumerate(lengths)
     )

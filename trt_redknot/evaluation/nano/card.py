@@ -17,7 +17,7 @@ tags: [deepseek_v4, synthetic]
 
 A small network of the DeepSeek-V4 architecture that answers questions about synthetic English documents: facts
 anywhere, facts that a later document replaces, facts whose subject only an earlier document names, answers that need
-two documents, lines of three or four people. It knows {vocab} words and nothing else. It exists to measure what
+two documents, lines of people one link a document. It knows {vocab} words and nothing else. It exists to measure what
 document reuse costs.
 
 """
@@ -25,7 +25,7 @@ document reuse costs.
 
 def model_card(
     *, command: str, recipe: Mapping[str, Any], step: int, minutes: float, device: str,
-    scores: Mapping[str, Mapping[str, float]], ablation: Mapping[str, float],
+    scores: Mapping[str, Mapping[str, float]], ablation: Mapping[str, float], ablated: int,
 ) -> str:  # fmt: skip
     """The card in Markdown. Without scores it says that the network was not scored."""
     sizes = recipe["sizes"]
@@ -36,8 +36,14 @@ def model_card(
         f"{step} steps of {recipe['tokens']} tokens in {minutes:.1f} minutes on one {device}, seed {recipe['seed']}.",
         f"Lengths {', '.join(map(str, recipe['lengths']))}. Data: `trt_redknot/evaluation/nano/world.py`, drawn anew",
         "for every batch from the seed and the step.\n",
-        f"Compressed entries of layers {', '.join(map(str, sizes['silent']))} are zero (their norm's weight is zero),",
-        "so that no question is answered inside the leading fence.\n",
+        *(
+            [
+                f"Compressed entries of layer {', '.join(map(str, sizes['silent']))} are zero (their norm's weight is",
+                "zero), so that no question is answered inside the leading fence.\n",
+            ]
+            if sizes["silent"]
+            else []
+        ),
         "## Exact match\n",
     ]
     if not scores:
@@ -51,8 +57,8 @@ def model_card(
         cells = " | ".join(f"{by_kind[kind]:.1%}" for kind in (*KINDS, "all"))
         lines.append(f"| {length} | {cells} |")
     lines += [
-        f"\nThe same at {min(scores, key=int)} tokens with the compressed entries of one layer set to zero: which",
-        "layers read.\n",
+        f"\nThe same over all kinds at {ablated} tokens, the network changed: compressed entries of a layer, or of all",
+        "CSA or HCA layers, set to zero; or the Indexers choose fewer entries.\n",
         f"| {' | '.join(ablation)} |",
         f"|{'---|' * len(ablation)}",
         f"| {' | '.join(f'{value:.1%}' for value in ablation.values())} |",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -11,9 +11,12 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
-from trt_redknot.evaluation.nano.layers import Choices, LayerKind, Selection, Sizes, Tensor, layer_forward, rms_norm
+from trt_redknot.evaluation.nano.layers import RowFunctions, layer_forward
+from trt_redknot.evaluation.nano.mixing import rms_norm
+from trt_redknot.evaluation.nano.sizes import Choices, LayerKind, Selection, Sizes, Tables, Tensor
 
-_CSA, _HCA = "compressed_sparse_attention", "heavily_compressed_attention"
+_CSA = "compressed_sparse_attention"
+_BLOCK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +28,20 @@ class Forward:
     selections: dict[int, Selection]
 
 
+def block_of(window: int) -> int:
+    """Queries that attend together: whole windows, and about so many that their keys are shared by enough of them."""
+    return window * max(1, _BLOCK // window)
+
+
 class LeanNetwork:
     """Runs `model` (a DeepseekV4ForCausalLM) by :func:`layer_forward`. Holds no parameters of its own.
 
     Args:
-        compiled: compile the layer function; layers of one kind and shape share one compilation.
+        silent: layers whose entries are zero: nothing is compressed there.
+        compiled: compile what works row by row.
     """
 
-    def __init__(self, model: Any, *, compiled: bool = False) -> None:
+    def __init__(self, model: Any, *, silent: Sequence[int] = (), compiled: bool = False) -> None:
         config = model.config
         self.model = model
         self.sizes = Sizes(
@@ -41,6 +50,7 @@ class LeanNetwork:
             rope_dim=int(config.head_dim * config.partial_rotary_factor),
             groups=config.o_groups,
             window=config.sliding_window,
+            block=block_of(config.sliding_window),
             index_heads=config.index_n_heads,
             index_dim=config.index_head_dim,
             index_topk=config.index_topk,
@@ -59,62 +69,79 @@ class LeanNetwork:
                 ratio=config.compress_rates.get(attention, 0),
                 indexer=attention == _CSA,
                 hashed=mlp == "hash_moe",
+                silent=layer in silent,
             )
-            for attention, mlp in zip(config.layer_types, config.mlp_layer_types, strict=True)
+            for layer, (attention, mlp) in enumerate(zip(config.layer_types, config.mlp_layer_types, strict=True))
         ]
-        self._multiple = lcm(config.sliding_window, *(ratio for ratio in config.compress_rates.values()))
-        self._run: Callable[..., Any] = torch.compile(layer_forward, dynamic=False) if compiled else layer_forward
+        self._multiple = lcm(self.sizes.block, *(ratio for ratio in config.compress_rates.values()))
+        self._rows = RowFunctions.compiled() if compiled else RowFunctions()
         self._parameters = [
             dict(layer.named_parameters()) | dict(layer.named_buffers()) for layer in model.model.layers
         ]
-        self._ropes: dict[tuple[str, int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[int, int, torch.device], Tables] = {}
 
     @property
     def indexed_layers(self) -> list[int]:
         return [layer for layer, kind in enumerate(self.kinds) if kind.indexer]
 
     def __call__(
-        self, tokens: Tensor, *, sparse: Tensor | None = None, mute: Tensor | None = None, keep: Sequence[int] = (),
+        self, tokens: Tensor, *, dense: int = 0, muted: int = 0, watched: Tensor | None = None,
+        keep: Sequence[int] = (),
     ) -> Forward:  # fmt: skip
         """Forward of tokens [B, S].
 
         Args:
-            sparse: bool [B]: sequences whose CSA layers attend to the Indexer's choice only; left out: all.
-            mute: bool [B]: sequences whose CSA layers see no compressed entry; left out: none.
+            dense: so many sequences, the first ones, attend to every entry in CSA layers; the others to the Indexer's
+                choice.
+            muted: so many sequences, the last ones, see no entries in CSA layers.
+            watched: int64, places in every block of queries at which the Indexers of dense sequences are compared with
+                the attention; left out: all.
             keep: layers whose output streams are returned.
         """
         length = tokens.shape[1]
         tokens = F.pad(tokens, (0, -length % self._multiple))
-        every = torch.ones(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-        choices = Choices(sparse=every if sparse is None else sparse, mute=~every if mute is None else mute)
+        device = tokens.device
+        if watched is None:
+            watched = torch.arange(self.sizes.block, device=device)
+        choices = Choices(dense=dense, muted=muted, watched=watched)
+        tables = self._shape(tokens.shape[0], tokens.shape[1], device)
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
         body = self.model.model
-        streams = body.embed_tokens(tokens).unsqueeze(2).expand(-1, -1, self.sizes.streams, -1).contiguous()
+        streams = body.embed_tokens(tokens.flatten()).unsqueeze(1).expand(-1, self.sizes.streams, -1).contiguous()
         kept, selections = {}, {}
         for layer, kind in enumerate(self.kinds):
-            rope = self._rope("compress" if kind.ratio else "main", tokens.shape[1], tokens.device)
-            streams, selection = self._run(streams, tokens, self._parameters[layer], kind, rope, choices, self.sizes)
+            streams, selection = layer_forward(
+                streams, tokens, self._parameters[layer], kind, tables, choices, self.sizes, self._rows, dtype
+            )
             if layer in keep:
-                kept[layer] = streams[:, :length]
+                kept[layer] = streams.unflatten(0, tokens.shape)[:, :length]
             if selection is not None:
                 selections[layer] = selection
-        return Forward(logits=self._head(streams)[:, :length], streams=kept, selections=selections)
+        logits = self._head(streams).unflatten(0, tokens.shape)[:, :length]
+        return Forward(logits=logits, streams=kept, selections=selections)
 
     def _head(self, streams: Tensor) -> Tensor:
         head, sizes = self.model.model.hc_head, self.sizes
         with torch.autocast(streams.device.type, enabled=False):
-            flat = rms_norm(streams.flatten(2).float(), None, sizes.norm_eps)
+            flat = rms_norm(streams.flatten(1).float(), None, sizes.norm_eps)
             pre = torch.sigmoid(F.linear(flat, head.hc_fn) * head.hc_scale + head.hc_base) + sizes.hc_eps
-            hidden = rms_norm((pre.unsqueeze(-1) * streams).sum(2), self.model.model.norm.weight, sizes.norm_eps)
+            hidden = rms_norm((pre.unsqueeze(-1) * streams).sum(1), self.model.model.norm.weight, sizes.norm_eps)
         logits: Tensor = F.linear(hidden, self.model.lm_head.weight).float()
         return logits
 
-    def _rope(self, label: str, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin [S, P / 2] of transformers' own tables."""
-        key = (label, length, device)
-        if key not in self._ropes:
-            places = torch.arange(length, device=device)[None]
-            with torch.no_grad(), torch.autocast(device.type, enabled=False):
-                like = torch.empty(0, device=device)
-                cos, sin = self.model.model.rotary_emb(like, position_ids=places, layer_type=label)
-            self._ropes[key] = (cos[0].clone(), sin[0].clone())
-        return self._ropes[key]
+    def _shape(self, sequences: int, length: int, device: torch.device) -> Tables:
+        key = (sequences, length, device)
+        if key not in self._tables:
+            self._tables[key] = Tables(
+                sequences=sequences, tokens=length, main=self._rope("main", sequences, length, device),
+                compress=self._rope("compress", sequences, length, device),
+            )  # fmt: skip
+        return self._tables[key]
+
+    def _rope(self, label: str, sequences: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin [R, P / 2] of transformers' own tables."""
+        places = torch.arange(length, device=device)[None]
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            like = torch.empty(0, device=device)
+            cos, sin = self.model.model.rotary_emb(like, position_ids=places, layer_type=label)
+        return cos[0].repeat(sequences, 1), sin[0].repeat(sequences, 1)

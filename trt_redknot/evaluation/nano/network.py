@@ -36,7 +36,7 @@ class NanoSizes:
     groups: int = 2
     query_rank: int = 128
     output_rank: int = 64
-    window: int = 64
+    window: int = 16
     csa: int = 4
     hca: int = 32
     index_heads: int = 8

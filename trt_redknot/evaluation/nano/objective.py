@@ -4,8 +4,9 @@
 * Previous tokens: throw-away linear heads on the streams after layer 1 name the tokens at t-1, t-2, t-3. Without them
   the first layers form no heads that look at the previous token, and training rests on guessing among the values in
   sight.
-* Subject: a throw-away head on the streams of a reusable layer names the person that a document's word is about. A
-  document whose top says only "the same person" can know it only from the document before.
+* Subject: throw-away heads on the streams of reusable layers name the person that a document's word is about. A
+  document whose top says only "the same person" can know it only from the document before. The first of them reads a
+  layer whose only far entries are HCA's, the second one behind a layer with CSA's.
 * Indexer: KL from the attention mass over compressed entries to the Indexer's scores, on detached inputs.
 """
 
@@ -19,8 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from trt_redknot.evaluation.nano.batches import IGNORE
-from trt_redknot.evaluation.nano.layers import Selection, Tensor
 from trt_redknot.evaluation.nano.lean import Forward
+from trt_redknot.evaluation.nano.sizes import Selection, Tensor
+from trt_redknot.evaluation.nano.world import KINDS
 
 LOOK_BACK = 3
 PREVIOUS_LAYER = 1
@@ -40,24 +42,30 @@ class AuxiliaryHeads(nn.Module):
     """The throw-away heads; they are no part of the checkpoint.
 
     Args:
-        subject_layer: the layer after which the subject must be known.
+        subject_layers: the layers after which the subject should be known.
     """
 
-    def __init__(self, hidden: int, streams: int, vocab: int, subject_layer: int) -> None:
+    def __init__(self, hidden: int, streams: int, vocab: int, subject_layers: Sequence[int]) -> None:
         super().__init__()
-        self.subject_layer = subject_layer
+        self.subject_layers = tuple(subject_layers)
         self.previous = nn.ModuleList(nn.Linear(hidden * streams, vocab) for _ in range(LOOK_BACK))
-        self.subject = nn.Linear(hidden * streams, vocab)
+        self.subjects = nn.ModuleList(nn.Linear(hidden * streams, vocab) for _ in self.subject_layers)
 
     @property
-    def layers(self) -> tuple[int, int]:
+    def layers(self) -> tuple[int, ...]:
         """Layers whose streams the heads read."""
-        return (PREVIOUS_LAYER, self.subject_layer)
+        return (PREVIOUS_LAYER, *self.subject_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """Scalars: the parts, and `total`, their weighted sum."""
+    """Scalars: `total`, the weighted sum, and what a log shows of its parts.
+
+    Attributes:
+        correct: share of answer tokens named right.
+        subject_correct: of the last subject head.
+        kinds_right, kinds_asked: words that answers had to find, by kind of question, fp32 [kinds].
+    """
 
     total: Tensor
     answers: Tensor
@@ -67,6 +75,8 @@ class Losses:
     correct: Tensor
     previous_correct: Tensor
     subject_correct: Tensor
+    kinds_right: Tensor
+    kinds_asked: Tensor
 
 
 def previous_token_loss(streams: Tensor, tokens: Tensor, heads: AuxiliaryHeads) -> tuple[Tensor, Tensor]:
@@ -74,10 +84,10 @@ def previous_token_loss(streams: Tensor, tokens: Tensor, heads: AuxiliaryHeads) 
     flat = _normed(streams)
     losses, right = [], []
     for back, head in enumerate(heads.previous, start=1):
-        logits = head(flat[:, back:]).float().flatten(0, 1)
-        wanted = tokens[:, :-back].flatten()
-        losses.append(F.cross_entropy(logits, wanted))
-        right.append((logits.argmax(-1) == wanted).float().mean())
+        wanted = F.pad(tokens[:, :-back], (back, 0), value=IGNORE)
+        loss, correct = masked_loss(head(flat), wanted)
+        losses.append(loss)
+        right.append(correct)
     return torch.stack(losses).mean(), torch.stack(right).mean()
 
 
@@ -89,37 +99,45 @@ def masked_loss(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     return loss, ((logits.argmax(-1) == wanted) & places).sum() / count
 
 
-def indexer_loss(selections: dict[int, Selection], silent: Sequence[int], dense: Tensor) -> Tensor:
-    """KL(attention mass || softmax of scores), over rows that see entries, of sequences that attended densely.
+def indexer_loss(selections: dict[int, Selection], silent: Sequence[int]) -> Tensor:
+    """KL(attention mass || softmax of scores), over watched rows that see entries. Needs at least one selection.
 
     Args:
         silent: layers whose entries carry nothing; their Indexer learns the mass of the next layer that has entries.
-        dense: bool [B].
     """
     losses = []
     for layer, selection in selections.items():
-        source = min((other for other in selections if other >= layer and other not in silent), default=None)
-        if source is None:
-            continue
+        source = min((other for other in selections if other >= layer and other not in silent), default=layer)
         mass = selections[source].mass
         total = mass.sum(-1, keepdim=True)
         target = mass / total.clamp(min=1e-9)
-        counted = dense[:, None] & (total[..., 0] > 1e-6) & selection.visible.any(-1)
+        counted = (total[..., 0] > 1e-6) & selection.visible.any(-1)
         scores = selection.scores.masked_fill(~selection.visible, -1e9)
         divergence = (target * ((target + 1e-9).log() - scores.log_softmax(-1))).sum(-1)
         losses.append((divergence * counted).sum() / counted.sum().clamp(min=1))
-    return torch.stack(losses).mean() if losses else torch.zeros((), device=dense.device)
+    return torch.stack(losses).mean()
 
 
 def losses_of(
-    forward: Forward, heads: AuxiliaryHeads, tokens: Tensor, targets: Tensor, subjects: Tensor, *, weights: Weights,
-    silent: Sequence[int], dense: Tensor,
+    forward: Forward, heads: AuxiliaryHeads, tokens: Tensor, targets: Tensor, subjects: Tensor, kinds: Tensor, *,
+    weights: Weights, silent: Sequence[int], muted: int = 0,
 ) -> Losses:  # fmt: skip
-    """All losses of a batch; tokens, targets, subjects int64 [B, S]."""
-    answers, correct = masked_loss(forward.logits, targets)
+    """All losses of a batch; tokens, targets, subjects, kinds int64 [B, S].
+
+    Args:
+        muted: so many sequences, the last ones, do not count in what was answered right.
+    """
+    counted = len(tokens) - muted
+    answers, _ = masked_loss(forward.logits, targets)
+    right = (forward.logits[:counted].argmax(-1) == targets[:counted]).float()
+    correct = right.sum() / (targets[:counted] != IGNORE).sum().clamp(min=1)
     previous, previous_correct = previous_token_loss(forward.streams[PREVIOUS_LAYER], tokens, heads)
-    subject, subject_correct = masked_loss(heads.subject(_normed(forward.streams[heads.subject_layer])), subjects)
-    indexer = indexer_loss(forward.selections, silent, dense)
+    named = [
+        masked_loss(head(_normed(forward.streams[layer])), subjects)
+        for layer, head in zip(heads.subject_layers, heads.subjects, strict=True)
+    ]
+    subject = torch.stack([loss for loss, _ in named]).mean()
+    indexer = indexer_loss(forward.selections, silent) if forward.selections else torch.zeros_like(answers)
     following = F.cross_entropy(forward.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0)
     total = (
         answers
@@ -128,10 +146,17 @@ def losses_of(
         + weights.indexer * indexer
         + weights.language * following
     )
+    asked = _asked(kinds[:counted])
     return Losses(
         total=total, answers=answers.detach(), previous=previous.detach(), subject=subject.detach(),
-        indexer=indexer.detach(), correct=correct, previous_correct=previous_correct, subject_correct=subject_correct,
+        indexer=indexer.detach(), correct=correct, previous_correct=previous_correct, subject_correct=named[-1][1],
+        kinds_right=(asked * right.flatten()[:, None]).sum(0), kinds_asked=asked.sum(0),
     )  # fmt: skip
+
+
+def _asked(kinds: Tensor) -> Tensor:
+    """fp32 [rows, kinds]: one where a word that an answer has to find comes next."""
+    return (kinds.flatten()[:, None] == torch.arange(len(KINDS), device=kinds.device)).float()
 
 
 def _normed(streams: Tensor) -> Tensor:

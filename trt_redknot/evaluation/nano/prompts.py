@@ -85,3 +85,34 @@ def write_records(
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         paths.append(path)
     return paths
+
+
+def write_documents(directory: Path, questions: Path, length: int, *, seed: int, files: int = 4) -> None:
+    """One prompt as text files of several passages each, and a question of every kind about them.
+
+    Args:
+        questions: file of the questions as they stand behind the documents, with their answers, by kind.
+    """
+    rng = random.Random(f"{seed}/documents/{length}")
+    for _ in range(_TRIES):
+        world = World(rng=rng, kinds=KINDS)
+        passages_of(world, length)
+        asked = {kind: world.questions(1, [kind]) for kind in KINDS}
+        if all(asked.values()):
+            break
+    else:
+        raise ValueError(f"no documents of {length} tokens allow questions of all kinds")
+    directory.mkdir(parents=True, exist_ok=True)
+    texts = [
+        join_words([*header(number), *passage.words]).replace(": ", ":\n", 1)
+        for number, passage in enumerate(world.passages, 1)
+    ]
+    share = -(-len(texts) // files)
+    for index in range(files):
+        own = texts[index * share : (index + 1) * share]
+        (directory / f"part-{index + 1}.txt").write_text("\n\n".join(own) + "\n", encoding="utf-8")
+    content = {
+        kind: {"question": join_words(question_words(found[0])), "answer": join_words(list(found[0].answer))}
+        for kind, found in asked.items()
+    }
+    questions.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

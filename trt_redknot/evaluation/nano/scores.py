@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,7 @@ Scores = dict[str, dict[str, float]]
 # Rows of one forward: bounds its memory.
 _ROWS = 32768
 _ROUND = 64
+_FEWER = (2, 4, 8)
 
 
 @torch.no_grad()
@@ -61,23 +63,34 @@ def distance(network: LeanNetwork, length: int, *, seed: int, device: torch.devi
 def ablate(
     network: LeanNetwork, length: int, *, prompts: int, seed: int, device: torch.device, autocast: bool
 ) -> dict[str, float]:
-    """Exact match with the compressed entries of one layer after the other set to zero: which layers read.
+    """Exact match of changed networks: which layers read, and whether the Indexer has to choose well.
 
-    Keys are layers; `none` is the whole network. Prompts are those of `score`.
+    Keys: `none`, the whole network; a layer, its compressed entries set to zero; `CSA` and `HCA`, those of all layers
+    of that kind; `top-k N`, the Indexers choose N entries. Prompts are those of `score`.
     """
 
     def overall() -> float:
         scores = score(network, [length], prompts=prompts, seed=seed, device=device, autocast=autocast)
         return scores[str(length)]["all"]
 
-    result = {"none": overall()}
-    for layer, kind in enumerate(network.kinds):
-        if kind.ratio:
-            weight = network.model.model.layers[layer].self_attn.compressor.kv_norm.weight
-            kept = weight.clone()
+    reading = {layer: kind for layer, kind in enumerate(network.kinds) if kind.ratio and not kind.silent}
+    groups = {"none": [], **{str(layer): [layer] for layer in reading}}
+    groups["CSA"] = [layer for layer, kind in reading.items() if kind.indexer]
+    groups["HCA"] = [layer for layer, kind in reading.items() if not kind.indexer]
+    result = {}
+    for name, layers in groups.items():
+        weights = [network.model.model.layers[layer].self_attn.compressor.kv_norm.weight for layer in layers]
+        kept = [weight.clone() for weight in weights]
+        for weight in weights:
             weight.zero_()
-            result[str(layer)] = overall()
-            weight.copy_(kept)
+        result[name] = overall()
+        for weight, value in zip(weights, kept, strict=True):
+            weight.copy_(value)
+    whole = network.sizes
+    for divisor in _FEWER:
+        network.sizes = replace(whole, index_topk=max(1, whole.index_topk // divisor))
+        result[f"top-k {network.sizes.index_topk}"] = overall()
+    network.sizes = whole
     return result
 
 

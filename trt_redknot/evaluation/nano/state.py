@@ -20,12 +20,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(kw_only=True)
 class Progress:
-    """Where a run stands: steps taken, seconds of training, stage and steps in it."""
+    """Where a run stands: steps taken, seconds of training, stage, steps in it, share of the run at its beginning."""
 
     step: int = 0
     seconds: float = 0.0
     stage: int = 0
     stage_steps: int = 0
+    stage_share: float = 0.0
 
 
 def save_state(

@@ -17,13 +17,14 @@ from trt_redknot.evaluation.nano.batches import Stage, curriculum
 from trt_redknot.evaluation.nano.feed import Feed, open_feed
 from trt_redknot.evaluation.nano.lean import LeanNetwork
 from trt_redknot.evaluation.nano.network import NanoSizes, make_model
-from trt_redknot.evaluation.nano.objective import AuxiliaryHeads, Losses, Weights, losses_of
+from trt_redknot.evaluation.nano.objective import AuxiliaryHeads, Weights
 from trt_redknot.evaluation.nano.state import Progress, load_state, save_state
+from trt_redknot.evaluation.nano.step import StageSteps, named_values
+from trt_redknot.evaluation.nano.world import KINDS
 
 Log = Callable[[dict[str, float]], None]
 # Steps between two looks at the losses: each look waits for the GPU. States are saved at such steps only.
 REPORT = 20
-_PARTS = ("answers", "previous", "subject", "indexer", "correct", "previous_correct", "subject_correct")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +32,25 @@ class Recipe:
     """Everything that decides a training run.
 
     Attributes:
-        lengths, ends: tokens of a sequence by stage, and the share of the run at which each stage ends at the latest.
+        lengths: tokens of a sequence, by stage.
+        first: share of the run at which the first stage ends at the latest: what it does not teach, later ones do not
+            teach either. The later stages share what is left evenly.
         advance: a stage ends earlier once this share of answer tokens is right.
         tokens: of a batch.
-        sparse, mute: shares of a batch that attend to the Indexer's choice only, and that see no CSA entries at all.
-        subject_layer: the layer after which words know their subject.
-        minutes: wall clock of the whole run, over all its resumptions; None: `steps` alone decide.
+        sparse, mute: shares of a batch that attend to the Indexer's choice only, and, among them, that see no CSA
+            entries at all.
+        subject_layers: layers after which words should know their subject: behind the first layer with HCA entries,
+            and behind one with CSA entries more.
+        steps, minutes: the run ends with so many steps, or after so much wall clock over all its resumptions; one of
+            them may be None.
     """
 
     sizes: NanoSizes = field(default_factory=NanoSizes)
     seed: int = 7
-    steps: int = 4000
+    steps: int | None = 4000
     minutes: float | None = None
     lengths: tuple[int, ...] = (128, 512, 1024, 2048)
-    ends: tuple[float, ...] = (0.2, 0.45, 0.7, 1.0)
+    first: float = 0.45
     advance: float = 0.97
     tokens: int = 32768
     rate: float = 1.5e-3
@@ -53,8 +59,8 @@ class Recipe:
     decay: float = 0.01
     clip: float = 1.0
     sparse: float = 0.5
-    mute: float = 0.15
-    subject_layer: int = 4
+    mute: float = 0.0625
+    subject_layers: tuple[int, ...] = (3, 5)
     weights: Weights = field(default_factory=Weights)
 
     @property
@@ -69,31 +75,42 @@ class Trainer:
     """One run. Its state is what `save` writes: parameters, optimizer, throw-away heads, progress.
 
     Args:
-        compiled: compile the layer function (a GPU; the first step of every stage then takes a minute or two).
+        compiled: compile what works row by row (on a GPU; the first step then takes longer).
+        captured: on a GPU, replay the steps of a stage as one CUDA graph.
         workers: processes that make batches; 0: made on the spot.
+        note: gets what a person should know.
     """
 
-    def __init__(self, recipe: Recipe, device: torch.device, *, compiled: bool = False, workers: int = 0) -> None:
+    def __init__(
+        self, recipe: Recipe, device: torch.device, *, compiled: bool = False, captured: bool = True, workers: int = 0,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
         self.recipe = recipe
         self.device = device
         self.progress = Progress()
+        self._compiled = compiled
+        self._captured = captured and device.type == "cuda"
         self._workers = workers
+        self._note = note
         self.model = torch.nn.Module.to(make_model(recipe.sizes, recipe.seed), device).train()
         config = self.model.config
         torch.manual_seed(recipe.seed + 1)
         self.heads = AuxiliaryHeads(
-            config.hidden_size, config.hc_mult, config.vocab_size, min(recipe.subject_layer, recipe.sizes.layers - 1)
-        ).to(device)
-        self.network = LeanNetwork(self.model, compiled=compiled)
+            config.hidden_size, config.hc_mult, config.vocab_size,
+            [min(layer, recipe.sizes.layers - 1) for layer in recipe.subject_layers],
+        ).to(device)  # fmt: skip
+        self.network = LeanNetwork(self.model, silent=recipe.sizes.silent, compiled=compiled)
         self.named = {
             **{f"model.{name}": value for name, value in self.model.named_parameters() if value.requires_grad},
             **{f"heads.{name}": value for name, value in self.heads.named_parameters()},
         }
         plain = [value for value in self.named.values() if value.dim() < 2]
         decayed = [value for value in self.named.values() if value.dim() >= 2]
+        on_gpu = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": recipe.decay}, {"params": plain, "weight_decay": 0.0}],
-            lr=recipe.rate, betas=(0.9, 0.98), fused=device.type == "cuda",
+            lr=torch.tensor(recipe.rate, device=device) if on_gpu else recipe.rate, betas=(0.9, 0.98), fused=on_gpu,
+            capturable=on_gpu,
         )  # fmt: skip
 
     def save(self, path: Path) -> None:
@@ -106,10 +123,10 @@ class Trainer:
     @property
     def share(self) -> float:
         """How much of the run is done: by steps or by the clock, whichever is further."""
-        clock = 0.0
-        if self.recipe.minutes is not None:
-            clock = self.progress.seconds / (60 * self.recipe.minutes)
-        return min(1.0, max(self.progress.step / self.recipe.steps, clock))
+        recipe, progress = self.recipe, self.progress
+        steps = progress.step / recipe.steps if recipe.steps is not None else 0.0
+        clock = progress.seconds / (60 * recipe.minutes) if recipe.minutes is not None else 0.0
+        return min(1.0, max(steps, clock))
 
     @property
     def done(self) -> bool:
@@ -117,31 +134,49 @@ class Trainer:
 
     def run(self, *, pause: Callable[[], bool] = lambda: False, log: Log = lambda _: None) -> None:
         """Train until done, or until `pause` says so at a step at which the state may be saved."""
-        with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=1024):
+        with self._stream():
             while not self.done:
-                with self._feed() as (stage, feed):
+                stage = self.recipe.stages[self.progress.stage]
+                with open_feed(stage, self.recipe.seed, self.progress.step, self._workers) as feed:
                     if not self._run_stage(stage, feed, pause, log):
                         return
 
     @contextmanager
-    def _feed(self) -> Iterator[tuple[Stage, Feed]]:
-        stage = self.recipe.stages[self.progress.stage]
-        with open_feed(stage, self.recipe.seed, self.progress.step, self._workers) as feed:
-            yield stage, feed
+    def _stream(self) -> Iterator[None]:
+        """A stream of its own on a GPU: steps cannot be captured on the default one."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def _run_stage(self, stage: Stage, feed: Feed, pause: Callable[[], bool], log: Log) -> bool:
         """Whether training goes on, with the next stage."""
+        steps = self._steps(stage)
         sums: torch.Tensor | None = None
         started = time.perf_counter()
         while not self.done:
-            losses = self._step(stage, feed)
-            parts = torch.stack([getattr(losses, part).float() for part in _PARTS])
-            sums = parts if sums is None else sums + parts
+            seed = self.recipe.seed * 1_000_003 + self.progress.step
+            batch = feed.batch(self.progress.step)
+            try:
+                logged = steps.run(batch, self._rate(), seed)
+            except RuntimeError as error:
+                if not self._compiled:
+                    raise
+                self._note(f"it goes on without compilation, which failed: {str(error).splitlines()[0]}")
+                self._compiled = False
+                self.network = LeanNetwork(self.model, silent=self.recipe.sizes.silent)
+                steps = self._steps(stage)
+                logged = steps.run(batch, self._rate(), seed)
+            sums = logged.clone() if sums is None else sums + logged
             self.progress.step += 1
             self.progress.stage_steps += 1
             if self.progress.step % REPORT:
                 continue
-            means = dict(zip(_PARTS, (sums / REPORT).tolist(), strict=True))
+            means = named_values((sums / REPORT).tolist(), KINDS)
             now = time.perf_counter()
             self.progress.seconds += now - started
             log({"step": self.progress.step, "length": stage.length, "rate": self._rate(), **means,
@@ -153,43 +188,28 @@ class Trainer:
                 return False
         return True
 
+    def _steps(self, stage: Stage) -> StageSteps:
+        return StageSteps(
+            self.recipe, stage, self.network, self.heads, self.optimizer, self.named, self.device,
+            captured=self._captured, note=self._note,
+        )  # fmt: skip
+
     def _advance(self, correct: float) -> bool:
         """Move to the next stage where this one has nothing left to teach, or its time is over."""
         recipe, progress = self.recipe, self.progress
         if progress.stage + 1 >= len(recipe.lengths):
             return False
         learnt = correct >= recipe.advance and progress.stage_steps >= 5 * REPORT
-        if not learnt and self.share < recipe.ends[progress.stage]:
+        begun = progress.stage_share
+        end = recipe.first if progress.stage == 0 else begun + (1 - begun) / (len(recipe.lengths) - progress.stage)
+        if not learnt and self.share < end:
             return False
         progress.stage += 1
         progress.stage_steps = 0
+        progress.stage_share = self.share
         return True
 
     def _rate(self) -> float:
         recipe = self.recipe
         warm = min(1.0, (self.progress.step + 1) / recipe.warmup)
         return recipe.rate * warm * (recipe.floor + (1 - recipe.floor) * 0.5 * (1 + math.cos(math.pi * self.share)))
-
-    def _step(self, stage: Stage, feed: Feed) -> Losses:
-        recipe = self.recipe
-        batch = feed.batch(self.progress.step)
-        tokens, targets, subjects = (
-            torch.from_numpy(array).to(self.device, torch.int64, non_blocking=True)
-            for array in (batch.tokens.copy(), batch.targets.copy(), batch.subjects.copy())
-        )
-        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + self.progress.step)
-        draw = torch.rand(stage.sequences, generator=generator).to(self.device)
-        sparse, mute = draw < recipe.sparse, draw >= 1 - recipe.mute
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            forward = self.network(tokens, sparse=sparse, mute=mute, keep=self.heads.layers)
-            losses = losses_of(
-                forward, self.heads, tokens, targets, subjects, weights=recipe.weights, silent=recipe.sizes.silent,
-                dense=~sparse,
-            )  # fmt: skip
-        self.optimizer.zero_grad(set_to_none=True)
-        losses.total.backward()
-        torch.nn.utils.clip_grad_norm_(list(self.named.values()), recipe.clip)
-        self.optimizer.step()
-        return losses

@@ -7,7 +7,7 @@ Kinds of questions, and what an answer needs:
     implied      a fact of a document that names its subject once, at its top
     continued    the same, and the top only says "the same person": the subject stands in the document before
     two_hop      a fact about the place that another document names
-    chain        the end of a line of three or four people, one link a document: longer than a question can follow alone
+    chain        the end of a line of people two links long, one link a document
     report       several facts of one person, as sentences: a longer answer
 """
 
@@ -21,7 +21,7 @@ from trt_redknot.evaluation.nano.words import DAYS, LOOKS, NAMES, SCENES, SEASON
 
 SHORT_KINDS = ("single", "override", "implied", "continued", "two_hop", "chain")
 KINDS = (*SHORT_KINDS, "report")
-_CHAIN = (3, 4)
+_LINKS = 2
 _REPORTED = (3, 6)
 # Words that a question with its answer may take.
 QUESTION_WORDS = 18
@@ -38,7 +38,12 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """A document without its number. `subjects` names the person that each word is about, as a reader would take it."""
+    """A document without its number.
+
+    Attributes:
+        subjects: the person that each word is about, as a reader would take it: of a document with a subject that one;
+            of the upper person of a later link of a line the person two links below.
+    """
 
     words: tuple[str, ...]
     subjects: tuple[str | None, ...]
@@ -74,14 +79,15 @@ class World:
     _open_lines: list[tuple[list[str], int]] = field(default_factory=list)
     _in_lines: set[str] = field(default_factory=set)
     _file: tuple[str, bool] | None = None
+    _below: str | None = None
 
     def add_passage(self) -> Passage:
         """One more document."""
         words: list[str] = []
         subjects: list[str | None] = []
-        for sentence, subject in self._sentences():
+        for sentence, about in self._sentences():
             words += sentence
-            subjects += [subject] * len(sentence)
+            subjects += about
         passage = Passage(words=tuple(words), subjects=tuple(subjects))
         self.passages.append(passage)
         return passage
@@ -100,18 +106,24 @@ class World:
                 chosen.append(by_kind[kind].pop())
         return chosen
 
-    def _sentences(self) -> list[tuple[list[str], str | None]]:
+    def _sentences(self) -> list[tuple[list[str], list[str | None]]]:
         low, high = (3, 5) if self.small else (6, 13)
         count = self.rng.randint(low, high)
-        sentences: list[tuple[list[str], str | None]] = []
+        sentences: list[tuple[list[str], list[str | None]]] = []
         subject = self._open_file()
         if subject is not None:
-            sentences.append((self._heading(subject), subject))
+            heading = self._heading(subject)
+            sentences.append((heading, [subject] * len(heading)))
         while len(sentences) < count:
             if subject is not None and self.rng.random() < 0.6:
-                sentences.append((self._implied(subject), subject))
+                sentence = self._implied(subject)
             else:
-                sentences.append((self._free_sentence(), subject))
+                sentence = self._free_sentence()
+            about: list[str | None] = [subject] * len(sentence)
+            if self._below is not None:
+                about[sentence.index("to") + 1] = self._below
+                self._below = None
+            sentences.append((sentence, about))
         return sentences
 
     def _open_file(self) -> str | None:
@@ -205,8 +217,9 @@ class World:
         if above is None:
             return self._filler()
         below = people[-1]
+        self._below = people[-2] if len(people) > 1 else None
         people.append(above)
-        if len(people) > _CHAIN[1] or (len(people) > _CHAIN[0] and self.rng.random() < 0.5):
+        if len(people) > _LINKS:
             self._lines.append(people)
         else:
             self._open_lines.append((people, len(self.passages)))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from trt_redknot.collectives import Collectives
 from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.errors import EngineError
 from trt_redknot.ops.cuda import attention, elementwise, indexer, moe
+from trt_redknot.ops.cuda.rows import write_rows
 from trt_redknot.ops.reference.backend import ReferenceOps
 
 
@@ -29,13 +35,86 @@ class CudaOps(ReferenceOps):
     hyper_connection_post = staticmethod(elementwise.hyper_connection_post)
     hyper_head = staticmethod(elementwise.hyper_head)
     route_learned = staticmethod(moe.route_learned)
-    route_hash = staticmethod(moe.route_hash)
+    write_rows = staticmethod(write_rows)
     experts = staticmethod(moe.experts)
+    index_salience = staticmethod(indexer.index_salience)
 
     def __init__(self, collectives: Collectives, geometry: ModelGeometry) -> None:
         super().__init__(collectives)
         g = geometry
-        if attention.attention_supported(g.head_dim, g.rope_dim, g.index_topk, torch.bfloat16):
+        attends = attention.attention_supported(g.head_dim, g.rope_dim, g.index_topk, torch.bfloat16)
+        indexes = indexer.indexer_supported(g.index_heads, g.index_dim, g.rope_dim, g.index_topk, torch.bfloat16)
+        if attends:
             self.seg_latent_attention = attention.seg_latent_attention
-        if indexer.indexer_supported(g.index_heads, g.index_dim, g.rope_dim, g.index_topk, torch.bfloat16):
+        if indexes:
             self.lightning_indexer = indexer.lightning_indexer
+        # The references of these two look at the tables on the host.
+        self.capturable = attends and indexes
+        self._cells: dict[torch.device, _Cells] = {}
+        # By address of the gate's weight, both weights in one tensor.
+        self._gate_up: dict[int, torch.Tensor] = {}
+
+    def prepared(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A layer's tensors as the kernels read them: hash tables in int64, gate and up of the shared expert side by
+        side. The tensors that were given are not changed, and needed no longer."""
+        result = dict(weights)
+        if "router.tid2eid" in result:
+            result["router.tid2eid"] = result["router.tid2eid"].long()
+        gate, up = result.get("shared.gate"), result.get("shared.up")
+        if gate is not None and up is not None and gate.data_ptr() not in self._gate_up:
+            both = torch.cat((gate, up))
+            self._gate_up[both.data_ptr()] = both
+            result["shared.gate"], result["shared.up"] = both.split((gate.shape[0], up.shape[0]))
+        return result
+
+    def route_hash(
+        self, x_RM: torch.Tensor, weight_XM: torch.Tensor, table_Vk: torch.Tensor, tokens_R: torch.Tensor, *,
+        scale: float, scoring: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """As the reference, but a token or expert out of range is noted on the device, for `check`."""
+        faults = self._cells_on(x_RM.device).faults
+        return moe.route_hash(x_RM, weight_XM, table_Vk, tokens_R, scale=scale, scoring=scoring, faults=faults)
+
+    def shared_expert(
+        self, x_RM: torch.Tensor, gate_FM: torch.Tensor, up_FM: torch.Tensor, down_MF: torch.Tensor, *, limit: float
+    ) -> torch.Tensor:
+        both = self._gate_up.get(gate_FM.data_ptr())
+        if both is None:
+            both = torch.cat((gate_FM, up_FM))
+        return moe.shared_expert(x_RM, both, down_MF, self._cells_on(x_RM.device).every_row, limit=limit)
+
+    def check(self) -> None:
+        """Raise EngineError where a hash router met a token or an expert out of range since the last check. Waits for
+        the device."""
+        for cells in self._cells.values():
+            noted = int(cells.faults)
+            cells.faults.zero_()
+            if noted:
+                raise EngineError(
+                    "a hash router met numbers that its layer does not have",
+                    expected="tokens of the table, and experts of the layer in it",
+                    found="a token outside the table" if noted & moe.FAULT_TOKEN else "an expert outside the layer",
+                    remedy="The engine's files are damaged: open it with verify=True, or build it again.",
+                )
+
+    def _cells_on(self, device: torch.device) -> _Cells:
+        cells = self._cells.get(device)
+        if cells is None:
+            cells = self._cells[device] = _Cells(
+                faults=torch.zeros(1, dtype=torch.int32, device=device),
+                every_row=torch.full((1,), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device),
+            )
+        return cells
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cells:
+    """Single numbers on a device: int32 [1].
+
+    Attributes:
+        faults: what routers noted since the last check.
+        every_row: an end that no row is behind.
+    """
+
+    faults: torch.Tensor
+    every_row: torch.Tensor

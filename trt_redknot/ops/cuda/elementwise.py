@@ -7,7 +7,9 @@ outside its table turns the row's rope channels to NaN: nothing is read out of r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
+from functools import cache
 
 import torch
 
@@ -25,15 +27,22 @@ class RowFormat(IntEnum):
     PACKED_ROW = 2
 
 
+@cache
+def _overload(name: str) -> Callable[..., None]:
+    """The op itself: its packet would choose among overloads at every call."""
+    load_kernels()
+    overload: Callable[..., None] = getattr(torch.ops.redknot, name).default
+    return overload
+
+
 def call_op(name: str, *arguments: object) -> None:
     """Call `torch.ops.redknot.<name>`.
 
     Raises:
         EngineError: the libraries are missing, or the op refused a dtype, shape or device.
     """
-    load_kernels()
     try:
-        getattr(torch.ops.redknot, name)(*arguments)
+        _overload(name)(*arguments)
     except RuntimeError as error:
         raise EngineError(f"{name} refused its inputs", found=str(error).splitlines()[0]) from error
 

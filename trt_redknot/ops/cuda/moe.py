@@ -102,7 +102,7 @@ def grouped_gemm_fp8(
     nothing.
 
     Raises:
-        EngineError: the library was built without CUTLASS, or K or N is no multiple of 128.
+        EngineError: the GPU is no Hopper, or K or N is no multiple of 128.
     """
     out = x.new_empty((x.shape[0], weight.shape[1]))
     call_op("moe_grouped_gemm", out, x, ends, weight, weight_scale)
@@ -130,8 +130,24 @@ def experts(
     if x_RM.shape[0] == 0:
         return torch.empty_like(x_RM)
     permuted, inverse, ends = permute(x_RM, ids_Rk, first=first, experts=gate_up.shape[0])
-    hidden = activate(_grouped_gemm(permuted, ends, gate_up), ends, limit=limit)
+    wide = _grouped_gemm(permuted, ends, gate_up)
+    # Each of these is several times as large as the rows: no more of them are held than a product needs.
+    del permuted
+    hidden = activate(wide, ends, limit=limit)
+    del wide
     return combine(_grouped_gemm(hidden, ends, down), inverse, weights_Rk)
+
+
+def shared_expert(
+    x_RM: torch.Tensor, gate_up: torch.Tensor, down_MF: torch.Tensor, every_row: torch.Tensor, *, limit: float
+) -> torch.Tensor:
+    """Clamped SwiGLU of all rows: bf16 [R, M].
+
+    Args:
+        gate_up: bf16 [2 F, M], gate first.
+        every_row: int32 [1], no less than R.
+    """
+    return F.linear(activate(F.linear(x_RM, gate_up), every_row, limit=limit), down_MF)
 
 
 def _grouped_gemm(x: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor | QuantisedExperts) -> torch.Tensor:

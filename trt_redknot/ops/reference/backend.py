@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +16,12 @@ class ReferenceOps:
 
     Args:
         collectives: moves rows between ranks.
+
+    Attributes:
+        capturable: whether a CUDA graph can hold every op. These wait for the device.
     """
+
+    capturable = False
 
     embed = staticmethod(projection.embed)
     linear = staticmethod(projection.linear)
@@ -40,6 +46,13 @@ class ReferenceOps:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
+
+    def prepared(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A layer's tensors as these ops read them: as they are."""
+        return weights
+
+    def check(self) -> None:
+        """Ops raise their faults at once."""
 
     @staticmethod
     def write_rows(pool: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:

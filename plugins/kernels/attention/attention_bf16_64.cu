@@ -2,6 +2,6 @@
 
 namespace redknot::attention {
 
-template Status launch_attention<1, false>(Launch const&, cudaStream_t);
+template Status launch_attention<64, false>(Launch const&, cudaStream_t);
 
 }  // namespace redknot::attention

@@ -2,6 +2,6 @@
 
 namespace redknot::attention {
 
-template Status launch_attention<4, true>(Launch const&, cudaStream_t);
+template Status launch_attention<32, true>(Launch const&, cudaStream_t);
 
 }  // namespace redknot::attention

@@ -2,6 +2,6 @@
 
 namespace redknot::attention {
 
-template Status launch_attention<2, false>(Launch const&, cudaStream_t);
+template Status launch_attention<64, true>(Launch const&, cudaStream_t);
 
 }  // namespace redknot::attention

@@ -2,6 +2,6 @@
 
 namespace redknot::attention {
 
-template Status launch_attention<1, true>(Launch const&, cudaStream_t);
+template Status launch_attention<8, true>(Launch const&, cudaStream_t);
 
 }  // namespace redknot::attention

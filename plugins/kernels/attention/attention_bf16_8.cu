@@ -1,0 +1,7 @@
+#include "kernels/attention/kernel.cuh"
+
+namespace redknot::attention {
+
+template Status launch_attention<8, false>(Launch const&, cudaStream_t);
+
+}  // namespace redknot::attention

@@ -1,0 +1,170 @@
+#pragma once
+
+// Which keys the rows of a unit read. Rows of one sequence form a group; what some row of the group sees becomes one
+// sequence of key slots: first the union of the sliding windows, then the selected entries or every visible one.
+
+#include "kernels/attention/units.cuh"
+
+namespace redknot::attention {
+
+inline constexpr int kNoKey = INT32_MAX;  // `x` of a slot without a key
+
+struct Interval {
+  int32_t low;
+  int32_t high;
+};
+
+enum class Source : int32_t { kWindow, kSelected, kEntries };
+
+// A key: where its latent lies, the request position of its frame's origin, and what its visibility is judged by:
+// its request position (window), its number among the sequence's entries (entries), 0 (selected).
+struct Key {
+  uint8_t const* latent;
+  int32_t frame;
+  int32_t x;
+};
+
+// Rows [begin, end) of a unit, which share a sequence. The same in every thread.
+struct Group {
+  int32_t begin, end;
+  int32_t first_segment, segments;
+  int32_t least_visible, most_visible;
+  int32_t first_entry;
+  int32_t window_slots;
+  int32_t window_count;
+};
+
+enum Column : int { kStart, kStop, kLatent, kEntry, kEntries, kColumnCount };
+
+template <int kRows, int kSegments>
+struct KeyTable {
+  Group group;
+  Interval windows[kRows];  // disjoint request positions that rows of the group have in their windows, ascending
+  int32_t sorted[kRows];
+  int32_t segments[kColumnCount][kSegments];  // of the group's sequence, if it has no more
+  uint8_t const* own;                         // a latent that may be read in place of none
+};
+
+__device__ __forceinline__ int narrow(int64_t value) {
+  return static_cast<int>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, value)));
+}
+
+template <typename Table>
+class Keys {
+ public:
+  __device__ Keys(SegLatentAttentionParams const& op, Table& table, int row_bytes)
+      : op_(op), table_(table), row_bytes_(row_bytes) {}
+
+  // A column of segment `index` of the group's sequence.
+  __device__ __forceinline__ int column(Column which, int index) const {
+    constexpr int kHeld = sizeof(table_.segments[0]) / sizeof(int32_t);
+    if (table_.group.segments <= kHeld) return table_.segments[which][index];
+    return narrow(__ldg(op_.segments + (int64_t{table_.group.first_segment} + index) * kColumnCount + which));
+  }
+  // The last segment whose `which` is not above `value`.
+  __device__ __forceinline__ int last_not_above(Column which, int value) const {
+    int low = 0, high = table_.group.segments;
+    while (high - low > 1) {
+      int const middle = (low + high) / 2;
+      if (column(which, middle) <= value) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+
+  __device__ __forceinline__ Key none() const { return {table_.own, 0, kNoKey}; }
+
+  __device__ __forceinline__ Key at_position(int position) const {
+    int const segment = last_not_above(kStart, position), start = column(kStart, segment);
+    int64_t const row = int64_t{position} - start + column(kLatent, segment);
+    if (position < start || position >= column(kStop, segment) || row < 0 || row >= op_.latent_rows) return none();
+    return {static_cast<uint8_t const*>(op_.latents) + row * row_bytes_, start, position};
+  }
+
+  __device__ __forceinline__ Key at_entry(int row, int x) const {
+    int const segment = last_not_above(kEntry, row), inside = row - column(kEntry, segment);
+    if (inside < 0 || inside >= column(kEntries, segment)) return none();
+    return {static_cast<uint8_t const*>(op_.entries) + int64_t{row} * row_bytes_, column(kStart, segment), x};
+  }
+
+  // The key of a slot of the windows.
+  __device__ __forceinline__ Key in_window(int slot) const {
+    for (int i = 0; i < table_.group.window_count; ++i) {
+      Interval const window = table_.windows[i];
+      int const length = window.high - window.low;
+      if (slot < length) return at_position(window.low + slot);
+      slot -= length;
+    }
+    return none();
+  }
+
+  // One warp: the rows from `begin` on that share a sequence, the union of their windows, and the sequence's segments.
+  __device__ __forceinline__ void enter(int begin, int rows, int position, int visible, int first, int last, int lane) {
+    Group group;
+    group.begin = begin;
+    group.first_segment = __shfl_sync(~0u, first, begin);
+    int const last_segment = __shfl_sync(~0u, last, begin);
+    group.segments = max(last_segment - group.first_segment, 0);
+    bool const other = lane >= rows || (lane > begin && (first != group.first_segment || last != last_segment));
+    unsigned const others = __ballot_sync(~0u, other) & ~((2u << begin) - 1);
+    group.end = others != 0 ? __ffs(others) - 1 : 32;
+    bool const mine = lane >= begin && lane < group.end;
+    group.least_visible = __reduce_min_sync(~0u, mine ? visible : INT32_MAX);
+    bool const entries = op_.entries != nullptr && group.segments > 0;
+    int64_t const* columns = op_.segments + int64_t{group.first_segment} * kColumnCount;
+    group.first_entry = entries ? narrow(__ldg(columns + kEntry)) : 0;
+    int const most = __reduce_max_sync(~0u, mine ? visible : INT32_MIN);
+    group.most_visible = entries && group.first_entry >= 0
+                             ? static_cast<int>(max(int64_t{0}, min(int64_t{most}, op_.entry_rows - group.first_entry)))
+                             : 0;
+    constexpr int kHeld = sizeof(table_.segments[0]) / sizeof(int32_t);
+    if (group.segments <= kHeld) {
+      for (int i = lane; i < group.segments * kColumnCount; i += 32) {
+        table_.segments[i % kColumnCount][i / kColumnCount] = narrow(__ldg(columns + i));
+      }
+    }
+    int rank = 0;
+    for (int row = begin; row < group.end; ++row) {
+      int const theirs = __shfl_sync(~0u, position, row);
+      rank += theirs < position || (theirs == position && row < lane);
+    }
+    if (mine) table_.sorted[rank] = position;
+    __syncwarp();
+    if (lane == 0) {
+      int count = 0, slots = 0;
+      if (group.segments > 0) {
+        int const floor = static_cast<int>(max(int64_t{INT32_MIN} + op_.window, __ldg(columns + kStart)));
+        for (int i = 0; i < group.end - begin; ++i) {
+          int const high = table_.sorted[i] + 1, low = max(high - op_.window, floor);
+          if (low >= high) continue;
+          if (count > 0 && low <= table_.windows[count - 1].high) {
+            slots += high - table_.windows[count - 1].high;
+            table_.windows[count - 1].high = high;
+          } else {
+            table_.windows[count++] = {low, high};
+            slots += high - low;
+          }
+        }
+      }
+      group.window_count = count;
+      group.window_slots = slots;
+      table_.group = group;
+    }
+    __syncwarp();
+    if (lane == begin) {
+      table_.own = static_cast<uint8_t const*>(op_.latents);
+      if (group.segments > 0) table_.own = at_position(position).latent;
+    }
+    __syncwarp();
+  }
+
+ private:
+  SegLatentAttentionParams const& op_;
+  Table& table_;
+  int const row_bytes_;
+};
+
+}  // namespace redknot::attention

@@ -1,0 +1,216 @@
+#pragma once
+
+// Fills the stages of a block with keys.
+
+#include "common/ptx.cuh"
+#include "kernels/attention/shared.cuh"
+
+namespace redknot::attention {
+
+// A warp that fills its part of every stage. Lanes look for keys; 16 lanes copy one.
+template <typename T>
+class Loader {
+ public:
+  __device__ Loader(SegLatentAttentionParams const& op, Shared<T>& shared, Unit const& unit)
+      : op_(op),
+        shared_(shared),
+        keys_(op, shared.table, T::kRowBytes),
+        unit_(unit),
+        warp_((threadIdx.x - T::kWorkers) / 32),
+        lane_(threadIdx.x % 32) {}
+
+  // Finds which rows from `begin` on form a group and how many tiles they need, and tells the workers.
+  __device__ __forceinline__ void enter(int begin) {
+    if (warp_ == 0) find(begin);
+    ptx::sync_threads(kLoadersMeet, 32 * T::kLoaders);
+    ptx::arrive_threads(kGroupKnown, T::kThreads);
+  }
+
+  __device__ __forceinline__ void fill() {
+    window_tiles_ = shared_.window_tiles;
+    int const tiles = shared_.tiles;
+    int64_t selected[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) selected[i] = announce(0, i);
+    for (int tile = 0; tile < tiles; ++tile) {
+      Key key[kPerLane];
+      bool turned = false, absent = false;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        key[i] = resolve(tile, i, selected[i]);
+        selected[i] = announce(tile + 1, i);
+        turned |= key[i].frame != 0;
+        absent |= key[i].x == kNoKey;
+      }
+      Stage<T>& stage = shared_.stages[cursor_.stage];
+      uint32_t const full = ptx::shared_address(shared_.full[cursor_.stage]);
+      uint32_t const empty = ptx::shared_address(shared_.empty[cursor_.stage]);
+      uint32_t const rows = ptx::shared_address(stage.rows);
+      int const largest = T::kPacked ? largest_scale(key) : 0;
+      turned = __any_sync(~0u, turned);
+      absent = __any_sync(~0u, absent);
+      Group const& group = shared_.table.group;
+      bool const whole = group.begin == 0 && group.end == unit_.rows;
+      bool const seen = tile >= window_tiles_ && whole &&
+                        (op_.selected != nullptr || (tile + 1 - window_tiles_) * kTileKeys <= group.least_visible);
+      ptx::barrier_wait(empty, cursor_.parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        stage.frame[slot(i)] = key[i].frame;
+        stage.x[slot(i)] = key[i].x;
+      }
+      if (lane_ == 0) {
+        stage.source = tile < window_tiles_      ? Source::kWindow
+                       : op_.selected != nullptr ? Source::kSelected
+                                                 : Source::kEntries;
+        stage.largest[warp_] = largest;
+        stage.masked[warp_] = absent || !seen;
+      }
+      if constexpr (T::kPacked) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+          ptx::copy_async_8(rows + slot(i) * T::kStride + kLatentScaleOffset, key[i].latent + kLatentScaleOffset);
+        }
+      }
+      copy<0, kHalf>(key, rows);
+      ptx::barrier_arrive_after_copies(full);
+      ptx::barrier_arrive(full);
+      ptx::barrier_wait(empty + sizeof(uint64_t), cursor_.parity ^ 1);
+      copy<kHalf, kEnd>(key, rows);
+      ptx::barrier_arrive_after_copies(full + sizeof(uint64_t));
+      if (turned) turn(stage);
+      ptx::barrier_arrive(full + sizeof(uint64_t));
+      cursor_.step();
+    }
+  }
+
+ private:
+  static constexpr int kOwnKeys = kTileKeys / T::kLoaders;
+  static constexpr int kPerLane = kOwnKeys > 32 ? kOwnKeys / 32 : 1;
+  static constexpr int kLanes = kOwnKeys / kPerLane;                  // lanes past them look for the same keys again
+  static constexpr int kHalf = T::kPacked ? kHeadDim / 2 : kHeadDim;  // bytes of the first half of the channels
+  static constexpr int kEnd = T::kPacked ? kLatentScaleOffset : 2 * kHeadDim;  // of all channels
+
+  SegLatentAttentionParams const& op_;
+  Shared<T>& shared_;
+  Keys<KeyTable<T::kUnitRows, T::kSegments>> keys_;
+  Unit const unit_;
+  int const warp_, lane_;
+  int window_tiles_ = 0;
+  Cursor<T::kStages> cursor_;
+
+  // Place in the tile of this lane's i-th key.
+  __device__ __forceinline__ int slot(int i) const { return warp_ * kOwnKeys + i * kLanes + lane_ % kLanes; }
+
+  __device__ __forceinline__ void find(int begin) {
+    int const row = min(lane_, unit_.rows - 1);
+    keys_.enter(begin, unit_.rows, shared_.row_position[row], shared_.row_visible[row], shared_.row_first[row],
+                shared_.row_last[row], lane_);
+    if (lane_ != 0) return;
+    Group const& group = shared_.table.group;
+    bool const empty = op_.latent_rows == 0 || group.segments == 0;
+    int const entries = op_.entries == nullptr || op_.entry_rows == 0 ? 0
+                        : op_.selected != nullptr                     ? op_.top_k
+                                                                      : group.most_visible;
+    int const window_tiles = (group.window_slots + kTileKeys - 1) / kTileKeys;
+    shared_.window_tiles = window_tiles;
+    shared_.tiles = empty ? 0 : window_tiles + (entries + kTileKeys - 1) / kTileKeys;
+  }
+
+  // The selected entry that `resolve` will need.
+  __device__ __forceinline__ int64_t announce(int tile, int i) const {
+    int const place = (tile - window_tiles_) * kTileKeys + slot(i);
+    return op_.selected != nullptr && place >= 0 && place < op_.top_k
+               ? __ldg(op_.selected + int64_t{unit_.row} * op_.top_k + place)
+               : -1;
+  }
+
+  __device__ __forceinline__ Key resolve(int tile, int i, int64_t selected) const {
+    Group const& group = shared_.table.group;
+    if (tile < window_tiles_) return keys_.in_window(tile * kTileKeys + slot(i));
+    if (op_.selected != nullptr) {
+      // Entries that the row does not see yet are dropped.
+      int64_t const limit = int64_t{group.first_entry} + group.most_visible;
+      if (selected < group.first_entry || selected >= limit) return keys_.none();
+      return keys_.at_entry(static_cast<int>(selected), 0);
+    }
+    int const x = (tile - window_tiles_) * kTileKeys + slot(i);
+    return x < group.most_visible ? keys_.at_entry(group.first_entry + x, x) : keys_.none();
+  }
+
+  __device__ __forceinline__ int largest_scale(Key const (&key)[kPerLane]) const {
+    int most = 0;
+    uint2 words[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      words[i] = __ldg(reinterpret_cast<uint2 const*>(key[i].latent + kLatentScaleOffset));
+    }
+#pragma unroll
+    for (int block = 0; block < kBlocks - 1; ++block) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        uint32_t const word = block < 4 ? words[i].x : words[i].y;
+        most = max(most, static_cast<int>(word >> (8 * (block & 3)) & 0xff));
+      }
+    }
+    return __reduce_max_sync(~0u, most);
+  }
+
+  // Turns the rope channels of this warp's keys by their frames, once they are there; four lanes a key.
+  __device__ __forceinline__ void turn(Stage<T>& stage) const {
+    constexpr int kRopeBytes = T::kPacked ? kHeadDim - kRopeDim : 2 * (kHeadDim - kRopeDim);  // before the channels
+    float const inverse = 1.0f / __ldg(op_.rope);  // a constant factor of the table must not count twice
+    ptx::copy_commit();
+    ptx::copy_wait<0>();
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < kOwnKeys; i += 8) {
+      int const key = warp_ * kOwnKeys + i + lane_ / 4, frame = stage.frame[key];
+      if (frame == 0) continue;
+      auto* at = reinterpret_cast<uint4*>(stage.rows + key * T::kStride + kRopeBytes) + lane_ % 4 * 2;
+      auto const* angles = reinterpret_cast<float4 const*>(rope_at(op_, frame)) + lane_ % 4 * 4;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        uint4 const words = at[j];
+        uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+        float4 const two[2] = {__ldg(angles + 2 * j), __ldg(angles + 2 * j + 1)};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          float2 const x = ptx::unpack_bf16(pairs[k]);
+          float const c = (k % 2 ? two[k / 2].z : two[k / 2].x) * inverse;
+          float const s = (k % 2 ? two[k / 2].w : two[k / 2].y) * inverse;
+          pairs[k] = ptx::pack_bf16(x.x * c - x.y * s, x.y * c + x.x * s);
+        }
+        at[j] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+      }
+    }
+  }
+
+  // Bytes [kFrom, kTo) of this warp's keys.
+  template <int kFrom, int kTo>
+  __device__ __forceinline__ void copy(Key const (&key)[kPerLane], uint32_t rows) const {
+    constexpr int kBytes = T::kPacked ? 8 : 16;  // of one copy
+    int const own = kFrom + lane_ % 16 * kBytes;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      auto const address = reinterpret_cast<uint64_t>(key[i].latent);
+#pragma unroll
+      for (int pair = 0; pair < kLanes / 2; ++pair) {
+        int const source = 2 * pair + lane_ / 16;
+        auto const* from = reinterpret_cast<uint8_t const*>(__shfl_sync(~0u, address, source)) + own;
+        uint32_t const to = rows + (warp_ * kOwnKeys + i * kLanes + source) * T::kStride + own;
+#pragma unroll
+        for (int byte = 0; byte < kTo - kFrom; byte += 16 * kBytes) {
+          if (kFrom + byte + 16 * kBytes > kTo && byte + own >= kTo) continue;
+          if constexpr (T::kPacked) {
+            ptx::copy_async_8(to + byte, from + byte);
+          } else {
+            ptx::copy_async_16(to + byte, from + byte);
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace redknot::attention

@@ -16,10 +16,13 @@ from trt_redknot.evaluation.evidence import Evidence
 from trt_redknot.evaluation.measured import read_measured
 from trt_redknot.evaluation.planning import Check, Projection, ceiling, project
 
-# The arms of run/bench_ttft.py by name.
+# The arms of run/bench_ttft.py by name; early files name the first two by their epilogue alone.
+_FULL, _ACTIVE = ReusePolicy(budget=0.10, epilogue="full"), ReusePolicy(budget=0.10, epilogue="active")
 _ARMS = {
-    "full": ReusePolicy(budget=0.10, epilogue="full"),
-    "active": ReusePolicy(budget=0.10, epilogue="active"),
+    "full": _FULL,
+    "full, budget 10%": _FULL,
+    "active": _ACTIVE,
+    "active, budget 10%": _ACTIVE,
     "fast": ReusePolicy(budget=0.05, tail=4096, epilogue="active"),
 }
 

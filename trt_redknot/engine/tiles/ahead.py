@@ -102,7 +102,11 @@ class ReadAhead:
 
     def lateness(self) -> list[float]:
         layers = [*self._past, *self._layers]
-        return [self._lane.late_s(each.asked, each.copied) for each in layers if each.asked and each.copied]
+        return [
+            self._lane.late_s(each.asked, each.copied)
+            for each in layers
+            if each.asked is not None and each.copied is not None
+        ]
 
     def announce(self, layers: Sequence[Sequence[Read]]) -> None:
         """Begin to copy what the next layers will take.

@@ -80,10 +80,6 @@ class LeanNetwork:
         ]
         self._tables: dict[tuple[int, int, torch.device], Tables] = {}
 
-    @property
-    def indexed_layers(self) -> list[int]:
-        return [layer for layer, kind in enumerate(self.kinds) if kind.indexer]
-
     def __call__(
         self, tokens: Tensor, *, dense: int = 0, muted: int = 0, watched: Tensor | None = None,
         keep: Sequence[int] = (),

@@ -113,12 +113,11 @@ def random_selection(
     """Distinct visible entries of every row in random order, -1 where there are too few; on the table's device."""
     rows, device = table.positions.shape[0], table.positions.device
     offsets = table.segments[table.row_segments[:, 0], 3]
-    seen = table.visible.clamp(min=1).double()
-    if rows and float(seen.min()) > 8 * top_k:
-        # One draw from each of top_k equal slices: distinct, and cheap for a large pool.
-        slices = torch.arange(top_k, device=device, dtype=torch.float64)
+    if rows and int(table.visible.min()) > 8 * top_k:
+        # One draw from each of top_k equal slices of whole entries: distinct, and cheap for a large pool.
+        width = (table.visible // top_k).unsqueeze(1)
         draw = torch.rand((rows, top_k), generator=generator, device=device, dtype=torch.float64)
-        chosen = ((slices + draw) * (seen / top_k).unsqueeze(1)).long()
+        chosen = torch.arange(top_k, device=device) * width + (draw * width).long()
         order = torch.rand((rows, top_k), generator=generator, device=device).argsort(1)
         chosen = chosen.gather(1, order)
     else:

@@ -48,11 +48,11 @@ def main(length: int, documents: int, chunk_rows: int | None, output: Path) -> N
     for arm, policy in (("active", ReusePolicy(epilogue="active")), ("recompute", None)):
         segments = segment_table(length, documents, reuse=policy is not None)
         held = artifacts if policy is not None else {}
-        for _ in range(2):
-            first_token(context, segments, held, policy)
+        plain = [first_token(context, segments, held, policy).seconds for _ in range(3)][-1]
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
             found = first_token(context, segments, held, policy, room=ROOM)
-        write(output / f"{arm}.txt", f"{arm}: {found.seconds:.3f} s with the profiler on", profiled)
+        title = f"{arm}: {_shares(plain, found.seconds, profiled)}; {_gaps(profiled)}"
+        write(output / f"{arm}.txt", title, profiled)
         decoder = Decoder(context, found.pool)
         for token in range(WARM_UP):
             decoder.step([found.state], [token])
@@ -68,6 +68,39 @@ def main(length: int, documents: int, chunk_rows: int | None, output: Path) -> N
         del found, decoder
 
 
+def _shares(plain: float, seconds: float, profiled: profile) -> str:
+    """How much of a prefill the device worked and the host, in all and for each step: a chunk's half of a layer."""
+    events = profiled.key_averages()
+    # By kernels: an op's own line counts them once more.
+    device = sum(event.self_device_time_total for event in events if event.device_type.name == "CUDA")
+    waits = ("Synchronize", "Command Buffer Full")
+    host = sum(event.self_cpu_time_total for event in events if not any(word in event.key for word in waits))
+    steps = 2 * sum(event.count for event in events if event.key.endswith("seg_latent_attention"))
+    return (
+        f"{plain * 1e3:.1f} ms, {seconds * 1e3:.1f} ms with the profiler on; of these the device worked "
+        f"{device / 1e3:.1f} ms, the host {host / 1e3:.1f} ms; {steps} steps, a step "
+        f"{device / max(1, steps):.0f} us of the device and {host / max(1, steps):.0f} us of the host"
+    )
+
+
+def _gaps(profiled: profile, most: int = 12) -> str:
+    """When the device had nothing to do, longest first."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiled.events() or ()
+        if event.device_type.name == "CUDA"
+    )
+    first = end = spans[0][0] if spans else 0.0
+    gaps = []
+    for start, stop in spans:
+        if start > end:
+            gaps.append((start - end, end - first))
+        end = max(end, stop)
+    gaps.sort(reverse=True)
+    listed = ", ".join(f"{gap:.0f} us at {at / 1e3:.1f} ms" for gap, at in gaps[:most])
+    return f"idle {sum(gap for gap, _ in gaps) / 1e3:.1f} ms of {(end - first) / 1e3:.1f} ms: {listed}"
+
+
 def write(path: Path, title: str, profiled: profile) -> None:
     """A table by time on the device and one by time on the host."""
     averages = profiled.key_averages()
@@ -76,6 +109,7 @@ def write(path: Path, title: str, profiled: profile) -> None:
         for key, limit in (("self_cuda_time_total", 40), ("self_cpu_time_total", 25))
     ]
     path.write_text("\n".join([title, *tables]))
+    click.echo(title)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import torch
-from transformers import AutoTokenizer, DeepseekV4Config, DeepseekV4ForCausalLM, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from trt_redknot.cli.command import run_command
 from trt_redknot.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, PreTrainedTokenizerBase
 
 TOKENIZER = Path(__file__).resolve().parent / "tokenizer"
 LAYERS = 10
@@ -31,6 +33,8 @@ ROUTER_SPREAD = 6.0
 
 def nano_config(tokenizer: PreTrainedTokenizerBase) -> DeepseekV4Config:
     """Ten layers: two sliding, then CSA and HCA in turn; the released proportions of rope, groups and YaRN."""
+    from transformers import DeepseekV4Config
+
     compressed = ["compressed_sparse_attention", "heavily_compressed_attention"]
     return DeepseekV4Config(
         vocab_size=len(tokenizer),
@@ -67,16 +71,20 @@ def nano_config(tokenizer: PreTrainedTokenizerBase) -> DeepseekV4Config:
     )
 
 
-@torch.no_grad()
 def randomise(model: DeepseekV4ForCausalLM, generator: torch.Generator) -> None:
     """Draw every parameter and buffer that a checkpoint stores, in the order of their names."""
+    import torch
+
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     stored = model.state_dict()
-    for name in sorted(stored):
-        tensors[name].copy_(_draw(name, tensors[name], generator))
+    with torch.no_grad():
+        for name in sorted(stored):
+            tensors[name].copy_(_draw(name, tensors[name], generator))
 
 
 def _draw(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    import torch
+
     def normal(mean: float, deviation: float) -> torch.Tensor:
         return torch.randn(like.shape, generator=generator) * deviation + mean
 
@@ -107,6 +115,9 @@ def _draw(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Te
 
 def write_checkpoint(output: Path, seed: int, dtype: torch.dtype) -> int:
     """Write the checkpoint; returns the number of parameters. Raises CheckpointError when `output` holds files."""
+    import torch
+    from transformers import AutoTokenizer, DeepseekV4ForCausalLM
+
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(
             "the output is in use", expected="a new or empty folder", path=output, remedy="Remove it or name another."
@@ -125,6 +136,9 @@ def write_checkpoint(output: Path, seed: int, dtype: torch.dtype) -> int:
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 def main(output: Path, seed: int, dtype: str) -> None:
     """Write a small DeepSeek-V4 checkpoint with random weights and the example tokenizer."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.disable_progress_bar()
     parameters = write_checkpoint(output, seed, torch.float32 if dtype == "float32" else torch.bfloat16)
     click.echo(f"{output}: {parameters:,} parameters, seed {seed}, {dtype}")

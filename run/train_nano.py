@@ -7,11 +7,9 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
-import torch
-from transformers.utils import logging as transformers_logging
 
 PROJECT = Path(__file__).resolve().parent.parent
 # Machines that only train need not have the package installed.
@@ -20,11 +18,12 @@ sys.path.insert(0, str(PROJECT))
 from trt_redknot.cli.command import run_command  # noqa: E402
 from trt_redknot.cli.output import Output  # noqa: E402
 from trt_redknot.errors import CheckpointError, LaunchError  # noqa: E402
-from trt_redknot.evaluation.nano.card import model_card  # noqa: E402
-from trt_redknot.evaluation.nano.lean import LeanNetwork  # noqa: E402
-from trt_redknot.evaluation.nano.network import SMALL, NanoSizes, round_to_checkpoint, write_checkpoint  # noqa: E402
-from trt_redknot.evaluation.nano.scores import Scores, ablate, distance, score  # noqa: E402
-from trt_redknot.evaluation.nano.training import Recipe, Trainer  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
+
+    from trt_redknot.evaluation.nano.scores import Scores
+    from trt_redknot.evaluation.nano.training import Trainer
 
 STATE = "state.safetensors"
 LOG = "log.jsonl"
@@ -69,6 +68,14 @@ def main(
     score_lengths: str, score_prompts: int,
 ) -> None:  # fmt: skip
     """Train the nano network, or go on with the state in the output folder; score it; write its checkpoint."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    from trt_redknot.evaluation.nano.lean import LeanNetwork
+    from trt_redknot.evaluation.nano.network import SMALL, NanoSizes, round_to_checkpoint
+    from trt_redknot.evaluation.nano.scores import ablate, distance, score
+    from trt_redknot.evaluation.nano.training import Recipe, Trainer
+
     transformers_logging.disable_progress_bar()
     out = Output()
     started = time.monotonic()
@@ -76,11 +83,11 @@ def main(
     if steps is None and minutes is None:
         steps = _STEPS
     sizes = SMALL if small else NanoSizes()
-    if read_early:
-        sizes = replace(sizes, silent=())
     recipe = Recipe(
         sizes=sizes, seed=seed, steps=steps, minutes=minutes, lengths=stages, tokens=tokens, rate=rate,
     )  # fmt: skip
+    if read_early:
+        recipe = replace(recipe, sizes=replace(sizes, silent=()), reading_layers=(2, 4))
     scored = _numbers(score_lengths, "--score-lengths")
     ablated = scored[len(scored) // 2]
     place = _device(device)
@@ -176,6 +183,9 @@ class _Run:
         return self._pause_s is not None and now - self._started > self._pause_s
 
     def checkpoint(self, scores: Scores, ablation: dict[str, float]) -> int:
+        from trt_redknot.evaluation.nano.card import model_card
+        from trt_redknot.evaluation.nano.network import write_checkpoint
+
         trainer = self._trainer
         recipe, progress = trainer.recipe.to_json(), trainer.progress
         content = {
@@ -204,6 +214,8 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def _device(name: str) -> torch.device:
+    import torch
+
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -213,6 +225,8 @@ def _device(name: str) -> torch.device:
 
 
 def _device_name(device: torch.device) -> str:
+    import torch
+
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trt_redknot.errors import LaunchError
+from trt_redknot.leftovers import remove_leftovers
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -118,9 +119,13 @@ def run_ranks(
 
 
 def world_communicator() -> Intracomm | None:
-    """MPI's world when an MPI launcher started this process, else None; MPI is not initialised in that case."""
+    """MPI's world when an MPI launcher started this process, else None; MPI is not initialised in that case.
+
+    What killed ranks left in shared memory is removed first.
+    """
     if not any(name in os.environ for name in _RANK_VARIABLES):
         return None
+    remove_leftovers()
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
@@ -134,3 +139,4 @@ def _stop(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        remove_leftovers()

@@ -26,17 +26,19 @@ DOCUMENTS = 1200
 @click.option("--seed", type=click.IntRange(0), default=SEED, show_default=True, help="Same seed, same bytes.")
 @click.option("--length", "lengths", type=click.IntRange(256), multiple=True, default=LENGTHS, show_default=True,
               help="Tokens of a prompt; may be repeated.")  # fmt: skip
-@click.option("--short", type=click.IntRange(0), default=SHORT, show_default=True, help="Short answers a length.")
-@click.option("--longer", type=click.IntRange(0), default=LONGER, show_default=True, help="Longer answers a length.")
-def main(output: Path, seed: int, lengths: tuple[int, ...], short: int, longer: int) -> None:
+@click.option("--short", type=click.IntRange(0), default=SHORT, show_default=True, help="Short answers a file.")
+@click.option("--longer", type=click.IntRange(0), default=LONGER, show_default=True, help="Longer answers a file.")
+@click.option("--files", type=click.IntRange(1), default=1, show_default=True,
+              help="Files a length with so many records each, to measure side by side.")  # fmt: skip
+def main(output: Path, seed: int, lengths: tuple[int, ...], short: int, longer: int, files: int) -> None:
     """Write records with their manifest, documents, tokenizer and configuration of the nano example."""
     records = output / "records"
-    files = write_records(records, lengths, seed=seed, short=short, longer=longer)
-    frozen = freeze(records, "nano", files, short=short, longer=longer)
+    written = write_records(records, lengths, seed=seed, short=short, longer=longer, files=files)
+    frozen = freeze(records, "nano", written, short=short, longer=longer)
     write_documents(output / "documents", output / "questions.json", DOCUMENTS, seed=seed)
     write_tokenizer(output / "tokenizer")
     nano_config(NanoSizes()).save_pretrained(output)
-    click.echo(f"{records}: {len(files)} files, digest {frozen.digest}")
+    click.echo(f"{records}: {len(written)} files, digest {frozen.digest}")
 
 
 if __name__ == "__main__":

@@ -28,9 +28,6 @@ __device__ __forceinline__ void meet(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// Writes of this thread to shared memory before it, seen by bulk copies that start after a barrier.
-__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Where `address` of this block lies in block `rank` of the cluster.
 __device__ __forceinline__ uint32_t address_in(uint32_t address, uint32_t rank) {
   uint32_t remote;
@@ -50,17 +47,18 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits until the phase of this parity is over.
+// Waits until the phase of this parity is over. The scope is the block: what barriers guard lies in its own shared
+// memory, and a wider one would empty the L1 cache at every wait.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n\t.reg .pred done;\n\tagain:\n\t"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
       "@!done bra again;\n\t}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
 
-// A store into another block that counts as written bytes of a barrier of that block. Each is a packet: send few.
+// A store into another block that counts as written bytes of a barrier of that block. Each is a packet.
 __device__ __forceinline__ void store(uint32_t remote, float4 value, uint32_t remote_barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
@@ -68,18 +66,13 @@ __device__ __forceinline__ void store(uint32_t remote, float4 value, uint32_t re
       : "memory");
 }
 
-// Copies `bytes` (a multiple of 16, both sides aligned to 16) from global memory into this block.
-__device__ __forceinline__ void bulk_load(uint32_t shared, void const* global, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-               "l"(global), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
-// The same, into another block of the cluster and its barrier.
-__device__ __forceinline__ void bulk_send(uint32_t remote, uint32_t shared, uint32_t bytes, uint32_t remote_barrier) {
+// Copies the box of a tensor map of three dimensions that begins at (x, y, z) into this block.
+__device__ __forceinline__ void box_load(uint32_t shared, void const* map, int32_t x, int32_t y, int32_t z,
+                                         uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(remote),
-      "r"(shared), "r"(bytes), "r"(remote_barrier)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
 

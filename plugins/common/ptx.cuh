@@ -61,6 +61,18 @@ __device__ __forceinline__ void sync_threads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same; whether `mine` holds in any of them.
+__device__ __forceinline__ bool sync_threads_or(int id, int threads, bool mine) {
+  int any;
+  asm volatile(
+      "{\n\t.reg .pred own, all;\n\tsetp.ne.b32 own, %3, 0;\n\tbar.red.or.pred all, %1, %2, own;\n\t"
+      "selp.b32 %0, 1, 0, all;\n\t}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<int>(mine))
+      : "memory");
+  return any != 0;
+}
+
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -79,6 +91,12 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t shared, uint3
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(shared), "r"(x), "r"(y)
                : "memory");
 }
+// Four 8x8 matrices, transposed; lane l gives the address of column l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t shared, uint32_t const (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
 // d += a b with a [16, 16] row-major and b [16, 8] column-major fragments, fp32 sums.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                          uint32_t b1) {
@@ -86,6 +104,12 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_f16(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Four e4m3 codes (low byte first) to two pairs of fp16 values, exactly.
@@ -96,9 +120,27 @@ __device__ __forceinline__ void e4m3_to_f16(uint32_t codes, uint32_t& low, uint3
       : "r"(codes));
 }
 
+// Four values to e4m3 codes (first in the low byte), the nearest ones; values past 448 become 448.
+__device__ __forceinline__ uint32_t pack_e4m3(float first, float second, float third, float fourth) {
+  uint32_t packed;
+  asm("{\n\t.reg .b16 lo, hi;\n\tcvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n\tcvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n\t"
+      "mov.b32 %0, {lo, hi};\n\t}"
+      : "=r"(packed)
+      : "f"(first), "f"(second), "f"(third), "f"(fourth));
+  return packed;
+}
+__device__ __forceinline__ float2 unpack_f16(uint32_t packed) {
+  return __half22float2(*reinterpret_cast<__half2 const*>(&packed));
+}
 __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+// Two values as fp16, 0 where they are below it.
+__device__ __forceinline__ uint32_t pack_f16_relu(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {

@@ -21,6 +21,14 @@ __device__ __forceinline__ uint4 load_once(void const* address) {
   return raw;
 }
 
+// Brings a line of 128 bytes into the L2 cache.
+__device__ __forceinline__ void prefetch_line(void const* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Stores leave the L2 cache first: what is written past its size goes to memory in a steady stream.
+__device__ __forceinline__ void store_once(void* address, uint4 raw) { __stcs(static_cast<uint4*>(address), raw); }
+
 __device__ __forceinline__ void unpack_bf16(uint4 raw, float (&values)[kVector]) {
   uint32_t const words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll

@@ -74,24 +74,49 @@ __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shar
       "r"(static_cast<int>(accumulate)));
 }
 
-// d[N / 8][4] = a b + (accumulate ? d : 0), fp32 sums of fp16 or bf16 products: a [64, 16], b [N, 16] in shared memory,
-// K-major, 128-byte swizzle. `multiply_registers` takes a as this thread's fragment; `multiply_transposed` reads it
-// from shared memory where it lies M-major: 16 rows of 64 elements (128 bytes), swizzled by 128 bytes.
+// d[N / 8][4] = a b + (accumulate ? d : 0), fp32 sums; a [64, K], b [N, K] in shared memory, K-major, 128-byte swizzle;
+// K is 16 for fp16 and bf16, 32 for e4m3. `multiply_registers`: a is this thread's fragment. `multiply`: a lies in
+// shared memory as b does. `multiply_transposed`: a lies there M-major, 16 rows of 64 elements (128 bytes), swizzled by
+// 128 bytes.
 template <int kColumns, bool kBf16>
 struct Product;
+template <int kColumns>
+struct CodeProduct;  // of e4m3
 
 #define REDKNOT_D4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define REDKNOT_D16(i) REDKNOT_D4(i), REDKNOT_D4(i + 1), REDKNOT_D4(i + 2), REDKNOT_D4(i + 3)
 // `registers`: the list of N / 2 sums in the assembly; the numbers of the operands that follow come after it.
-#define REDKNOT_PRODUCT(columns, bf16, type, registers, sums, a0, a1, a2, a3, b4, p5)                               \
+#define REDKNOT_PRODUCT(columns, bf16, type, registers, sums, a0, a1, a2, a3, b4, p5)                                 \
+  template <>                                                                                                         \
+  struct Product<columns, bf16> {                                                                                     \
+    static __device__ __forceinline__ void multiply_registers(float (&d)[columns / 8][4], uint32_t const (&a)[4],     \
+                                                              uint64_t b, bool accumulate) {                          \
+      REDKNOT_WGMMA("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " p5 ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #columns   \
+                    "k16.f32." type "." type " {" registers "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b4                \
+                    ", p, 1, 1, 0;\n\t}" : sums : "r"(a[0]),                                                          \
+                    "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));                      \
+    }                                                                                                                 \
+    static __device__ __forceinline__ void multiply(float (&d)[columns / 8][4], uint64_t a, uint64_t b,               \
+                                                    bool accumulate) {                                                \
+      REDKNOT_WGMMA("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " a2 ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #columns   \
+                    "k16.f32." type "." type " {" registers "}, " a0 ", " a1 ", p, 1, 1, 0, 0;\n\t}" : sums : "l"(a), \
+                    "l"(b), "r"(static_cast<int>(accumulate)));                                                       \
+    }                                                                                                                 \
+    static __device__ __forceinline__ void multiply_transposed(float (&d)[columns / 8][4], uint64_t a, uint64_t b,    \
+                                                               bool accumulate) {                                     \
+      REDKNOT_WGMMA("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " a2 ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #columns   \
+                    "k16.f32." type "." type " {" registers "}, " a0 ", " a1 ", p, 1, 1, 1, 0;\n\t}" : sums : "l"(a), \
+                    "l"(b), "r"(static_cast<int>(accumulate)));                                                       \
+    }                                                                                                                 \
+  };
+#define REDKNOT_CODE_PRODUCT(columns, registers, sums, a0, b1, p2)                                                  \
   template <>                                                                                                       \
-  struct Product<columns, bf16> {                                                                                   \
-    static __device__ __forceinline__ void multiply_registers(float (&d)[columns / 8][4], uint32_t const (&a)[4],   \
-                                                              uint64_t b, bool accumulate) {                        \
-      REDKNOT_WGMMA("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " p5 ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #columns \
-                    "k16.f32." type "." type " {" registers "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b4              \
-                    ", p, 1, 1, 0;\n\t}" : sums : "r"(a[0]),                                                        \
-                    "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));                    \
+  struct CodeProduct<columns> {                                                                                     \
+    static __device__ __forceinline__ void multiply(float (&d)[columns / 8][4], uint64_t a, uint64_t b,             \
+                                                    bool accumulate) {                                              \
+      REDKNOT_WGMMA("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " p2 ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #columns \
+                    "k32.f32.e4m3.e4m3 {" registers "}, " a0 ", " b1 ", p, 1, 1;\n\t}" : sums : "l"(a),             \
+                    "l"(b), "r"(static_cast<int>(accumulate)));                                                     \
     }                                                                                                               \
   };
 
@@ -111,6 +136,11 @@ REDKNOT_PRODUCT(32, true, "bf16", REDKNOT_R16, REDKNOT_D16(0), "%16", "%17", "%1
 REDKNOT_PRODUCT(64, false, "f16", REDKNOT_R32, REDKNOT_S32, "%32", "%33", "%34", "%35", "%36", "%37")
 REDKNOT_PRODUCT(64, true, "bf16", REDKNOT_R32, REDKNOT_S32, "%32", "%33", "%34", "%35", "%36", "%37")
 
+REDKNOT_CODE_PRODUCT(16, REDKNOT_R8, REDKNOT_S8, "%8", "%9", "%10")
+REDKNOT_CODE_PRODUCT(32, REDKNOT_R16, REDKNOT_D16(0), "%16", "%17", "%18")
+REDKNOT_CODE_PRODUCT(64, REDKNOT_R32, REDKNOT_S32, "%32", "%33", "%34")
+
+#undef REDKNOT_CODE_PRODUCT
 #undef REDKNOT_PRODUCT
 #undef REDKNOT_D4
 #undef REDKNOT_D16

@@ -102,9 +102,9 @@ def test_verification_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
             return {name: tensor * (3 if name == "logits" and last else 1) for name, tensor in outputs.items()}
 
     limits = PlanLimits(chunk_rows=256, max_length=512)
-    monkeypatch.setattr(plan_options, "open_plans", lambda *given: object())
+    monkeypatch.setattr("trt_redknot.engine.tensorrt.opening.open_plans", lambda *given: object())
     monkeypatch.setattr(
-        plan_options, "start_plans",
+        "trt_redknot.engine.tensorrt.starting.start_plans",
         lambda opened, ranks, device: PlanBackend(specs=plans, limits=limits, runtime=Reference(ranks)),
     )  # fmt: skip
     monkeypatch.setattr(plan_options.secrets, "randbits", lambda bits: 7)

@@ -236,6 +236,18 @@ def test_build_estimates_only_what_can_be_built(run: Callable[..., Outcome]) -> 
     assert_one_line(outcome, "output groups", "found 3")
 
 
+@pytest.mark.parametrize("backend", ["torch", "tensorrt"])
+def test_a_dry_run_ends_with_whether_it_fits(run: Callable[..., Outcome], backend: str) -> None:
+    options = ["--dtype", "bfloat16", "--experts", "fp8"] if backend == "torch" else ["--backend", backend]
+    outcome = run(
+        build_engine_command(None), "--dry-run", "--profile", "pro", "--tp", "8", *options, "--gpu-memory", "139"
+    )
+    assert outcome.code == 0
+    said = " ".join(outcome.out.split()).rpartition("pro at TP 8 in bfloat16 with FP8 experts ")[2]
+    assert said.startswith("DOES NOT FIT into 139.00 GiB (named by --gpu-memory): a rank needs ")
+    assert said.endswith("It fits from 16 ranks on.")
+
+
 # ---- run/generate.py
 
 
@@ -300,11 +312,17 @@ REQUESTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "top_k": ({"sampling": {"top_k": 0}}, ["top_k", "found 0"]),
     "seed": ({"sampling": {"seed": 2**70}}, ["seed"]),
     "stop token": ({"stop_tokens": [97]}, ["stop_tokens", "expected 0 .. 96", "found 97"]),
-    "unknown artifact": ({"segments": [{"artifact": "0" * 32}]}, ["0" * 32, "Build the artifact again"]),
-    "no artifact id": ({"segments": [{"artifact": "../../etc"}]}, ["../../etc", "Build the artifact again"]),
+    "unknown artifact": (
+        {"segments": [{"artifact": "0" * 32}]},
+        ["0" * 32, "or build it: python -m trt_redknot artifacts build"],
+    ),
+    "no artifact id": (
+        {"segments": [{"artifact": "../../etc"}]},
+        ["../../etc", "or build it: python -m trt_redknot artifacts build"],
+    ),
     "unknown artifact, recomputed": (
         {"segments": [{"artifact": "0" * 32}], "reuse": None},
-        ["0" * 32, "Build the artifact again"],
+        ["0" * 32, "or build it: python -m trt_redknot artifacts build"],
     ),
 }
 
@@ -374,12 +392,12 @@ def test_generate_refuses_wrong_stores(world: World, run: Callable[..., Outcome]
     outcome = run(generate_command(None), *arguments, as_file(tmp_path))
     assert_one_line(outcome, "the artifact store is not a folder", tmp_path / "file", "Name a folder")
     outcome = run(generate_command(None), *arguments, absent(tmp_path))
-    assert_one_line(outcome, world.artifact_id, "Build the artifact again")
+    assert_one_line(outcome, world.artifact_id, "or build it: python -m trt_redknot artifacts build")
     assert not absent(tmp_path).exists()
     outcome = run(generate_command(None), *arguments, world.store, "--namespace", "../else")
     assert_one_line(outcome, "namespace", "../else")
     outcome = run(generate_command(None), *arguments, world.store, "--namespace", "else")
-    assert_one_line(outcome, world.artifact_id, "Build the artifact again")
+    assert_one_line(outcome, world.artifact_id, "or build it: python -m trt_redknot artifacts build")
 
 
 def test_generate_says_where_it_cannot_write(world: World, run: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from trt_redknot.config import (
     ModelGeometry,
     RouterKind,
     geometry_from_config,
-    inverse_frequencies,
     load_geometry,
     released_geometry,
 )
 from trt_redknot.config.released import released_config
+from trt_redknot.config.rope import inverse_frequencies
 
 KINDS = {
     "sliding_attention": AttentionKind.SLIDING,

@@ -13,7 +13,9 @@ import torch
 
 from tests.support.networks import NetworkOptions, build_engine, fp64, network, write_network
 from trt_redknot import Artifact, ArtifactStore, Engine, Request, Response, ReusePolicy, Tokens
-from trt_redknot.artifacts.formats import ArtifactFormat
+from trt_redknot.artifacts.contents import Part
+from trt_redknot.artifacts.copies import HostCopies
+from trt_redknot.artifacts.formats import ArtifactFormat, TensorCodec
 from trt_redknot.engine.build import BuildOptions
 from trt_redknot.engine.decode import Decoder
 from trt_redknot.engine.generate import Generation
@@ -234,6 +236,24 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why(
     assert refusals[0] is None
     assert refusals[-1] is not None
     assert "captured" in refusals[-1]
+
+
+@pytest.mark.parametrize("form", [ArtifactFormat.BFLOAT16, ArtifactFormat.FP8])
+def test_parts_leave_the_gpu_as_they_were_when_they_were_taken(form: ArtifactFormat) -> None:
+    """The producer's memory is used again at once, and copies are still on their way."""
+    copies, width = HostCopies(), 512
+    codec = TensorCodec(part=Part.LATENTS, format=form, width=width, rope_dim=64)
+    begun, expected = [], []
+    for seed in range(6):
+        latents = torch.randn((20_000, width), generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+        expected.append(codec.encode(latents).cpu())
+        torch.cuda._sleep(2_000_000)
+        begun.append(copies.begin(codec.encode(latents)))
+        latents.fill_(float("nan"))
+        del latents
+    for copy, wanted in zip(begun, expected, strict=True):
+        assert copy.wait().is_pinned()
+        assert torch.equal(copy.wait(), wanted)
 
 
 class HeldUp(CudaLane):

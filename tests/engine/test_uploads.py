@@ -48,7 +48,7 @@ def test_views_and_columns_are_arrays_like_others() -> None:
     assert np.array_equal(upload(table[:, 1], CPU).numpy(), [1, 5, 9])
 
 
-def test_what_is_fetched_is_wide() -> None:
-    values = torch.tensor([1.5, -2.25])
-    assert fetch(values).dtype == np.float64
-    assert fetch(values).tolist() == [1.5, -2.25]
+def test_what_is_fetched_is_what_was_there() -> None:
+    assert fetch(torch.tensor([3, 1])).tolist() == [3, 1]
+    assert fetch(torch.tensor([1.5, -2.25], dtype=torch.float64)).tolist() == [1.5, -2.25]
+    assert fetch(torch.arange(3)).dtype == np.int64

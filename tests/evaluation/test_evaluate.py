@@ -179,7 +179,7 @@ def test_one_command_measures_what_the_docs_show(nano: Nano, tmp_path: Path) -> 
     ]  # fmt: skip
     assert tables.count("Evidence: **measured**.") == 3
     assert [line.split(" | ")[0] for line in tables.splitlines()[-3:]] == ["| base", "| fp8", "| heads"]
-    assert (tmp_path / "sweep" / "engine" / "report.html").is_file()
+    assert (tmp_path / "sweep" / "engine" / "nano-256.jsonl" / "report.html").is_file()
     again = tables
     # Nothing is left to do: the same command only writes the tables again, also with processes side by side.
     evaluate("nano", "--checkpoint", str(nano.checkpoint), "--records", str(RECORDS), "--output", str(tmp_path),
@@ -189,7 +189,7 @@ def test_one_command_measures_what_the_docs_show(nano: Nano, tmp_path: Path) -> 
 
 
 def test_a_measurement_that_fails_in_its_process_ends_the_command(nano: Nano, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"a measurement failed: epilogue"):
+    with pytest.raises(LaunchError, match=r"a measurement failed: epilogue of absent.jsonl"):
         evaluate(
             "nano", "--checkpoint", str(nano.checkpoint), "--records", str(RECORDS), "--output", str(tmp_path),
             "--sweep-file", "absent.jsonl", "--only", "nano-256.jsonl", "--axis", "epilogue", "--limit", "1",

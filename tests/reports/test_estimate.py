@@ -19,6 +19,7 @@ from trt_redknot.config.profile import SplitProfile
 from trt_redknot.config.released import released_geometry
 from trt_redknot.errors import CheckpointError
 from trt_redknot.reports.estimate import estimate_tables, human_bytes, show_estimate
+from trt_redknot.reports.fitting import Fit, fits_of
 from trt_redknot.reports.footprint import WeightDtype, estimate
 
 RELEASED = {name: released_geometry(name) for name in ("flash", "pro")}
@@ -95,6 +96,8 @@ def test_dry_run_prints_on_rank_zero_only(as_json: bool) -> None:
             artifact_format=ArtifactFormat.FP8,
             length=4096,
             chunk_rows=512,
+            experts="fp8",
+            memory=(139 << 30, "a GPU"),
             as_json=as_json,
         )
         text = stream.getvalue()
@@ -119,3 +122,62 @@ def test_ranks_that_do_not_divide_the_groups_are_refused() -> None:
 )
 def test_human_bytes(count: int, text: str) -> None:
     assert human_bytes(count) == text
+
+
+def shown(name: str, tp_size: int, *, experts: str, gib: float, dtype: str = "bfloat16") -> tuple[str, list[Fit]]:
+    """What a dry run says about the memory of a GPU, as text and as data."""
+    texts, verdict = [], ""
+    for as_json in (False, True):
+        stream = io.StringIO()
+        verdict = show_estimate(
+            Output(0, stdout=stream), RELEASED[name], PROFILES[name], tp_size=tp_size, dtype=dtype,
+            artifact_format=ArtifactFormat.FP8, length=65536, chunk_rows=4096, experts=experts,
+            memory=(int(gib * 2**30), "a GPU"), as_json=as_json,
+        )  # fmt: skip
+        texts.append(stream.getvalue())
+    fits = json.loads(texts[1])["memory"]["fits"]
+    derived = [(each.pop("total"), each.pop("fits")) for each in fits]
+    found = [Fit(**each) for each in fits]
+    assert [(fit.total, fit.fits) for fit in found] == derived
+    assert ("does not fit" in texts[0]) == (not all(fit.fits for fit in found))
+    return verdict, found
+
+
+def test_pro_on_eight_gpus_is_said_not_to_fit() -> None:
+    text, fits = shown("pro", 8, experts="fp8", gib=139)
+    assert "pro at TP 8 in bfloat16 with FP8 experts DOES NOT FIT into 139.00 GiB (a GPU)" in text
+    assert "It fits from 16 ranks on." in text
+    assert (fits[0].fits, fits[0].smallest) == (False, 16)
+    assert fits[0].weights > RELEASED["pro"].layers * RELEASED["pro"].experts // 8 * 3 * 7168 * 3072
+    # Of BF16 experts not even the most ranks hold a share.
+    assert [(fit.experts, fit.smallest) for fit in fits] == [("fp8", 16), ("same", None)]
+
+
+def test_flash_on_eight_gpus_is_said_to_fit() -> None:
+    text, fits = shown("flash", 8, experts="fp8", gib=139)
+    assert "flash at TP 8 in bfloat16 with FP8 experts fits into 139.00 GiB (a GPU), with" in text
+    assert "DOES NOT FIT" not in text
+    assert all(fit.fits for fit in fits)
+
+
+def test_the_smallest_number_of_ranks_is_the_smallest() -> None:
+    geometry = RELEASED["flash"]
+    results = {ranks: estimate(geometry, PROFILES["flash"], tp_size=ranks, length=65536) for ranks in (1, 2, 4, 8)}
+
+    def fit(ranks: int, memory: int) -> Fit:
+        return fits_of(geometry, results[ranks], dtype="float64", experts="same", memory=memory)[0]
+
+    needed = {ranks: fit(ranks, 1).total for ranks in results}
+    assert sorted(needed.values(), reverse=True) == list(needed.values())
+    for ranks, total in needed.items():
+        assert (fit(2, total).smallest, fit(2, total).fits) == (ranks, ranks <= 2)
+
+
+@pytest.mark.parametrize("experts", ["same", "fp8"])
+def test_weights_of_an_engine_are_the_columns_of_the_table(experts: str) -> None:
+    result = estimate(RELEASED["flash"], PROFILES["flash"], tp_size=8, length=65536)
+    held = result.weights["routed experts"]
+    saved = held[WeightDtype.BFLOAT16] - held[WeightDtype.FP8] if experts == "fp8" else 0
+    _, fits = shown("flash", 8, experts=experts, gib=139)
+    assert fits[0].weights == result.weight_total(WeightDtype.BFLOAT16) - saved
+    assert fits[0].request == result.runtime.total

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.networks import NetworkOptions, build_engine, fp64, network, write_network
 from trt_redknot import Artifact, ArtifactStore, Engine, Request, Response, ReusePolicy, Tokens
-from trt_redknot.artifacts.layout import LEASE_LOCK
+from trt_redknot.artifacts.names import LEASE_LOCK
 from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.observability.serving import ServingMetrics
 from trt_redknot.serving.conductor import COMPLETED, Conductor

@@ -443,6 +443,9 @@ def test_documents_that_are_not_in_the_store(bench: Bench, stage: Theatre, missi
     if missing == "refuse":
         assert isinstance(last, FailedEvent)
         assert last.fault is ServingFault.MISSING_DOCUMENT
+        for told in ("document 1 of the request", id_of(bench.store, bench, document), str(bench.store.root), "default",
+                     "artifacts build --engine"):  # fmt: skip
+            assert told in last.message, told
     else:
         assert isinstance(last, DoneEvent)
         assert last.report["arm"] == ("reuse" if missing == "build" else "recompute")
@@ -461,14 +464,18 @@ def id_of(store: ArtifactStore, bench: Bench, document: list[int]) -> str:
     return store.artifact_id(document, bench.engine.identity)
 
 
-def test_a_document_that_nobody_has(stage: Theatre) -> None:
+def test_a_document_that_nobody_has(bench: Bench, stage: Theatre) -> None:
     for reuse in (True, False):
-        job = stage.submit(ask([{"artifact": "0" * 32}, {"tokens": [1]}], reuse=reuse))
+        job = stage.submit(
+            ask([{"artifact": bench.artifact_ids[0]}, {"artifact": "0" * 32}, {"tokens": [1]}], reuse=reuse)
+        )
         stage.finish()
         last = outcome(job)
         assert isinstance(last, FailedEvent)
         assert last.fault is ServingFault.MISSING_DOCUMENT
-        assert "no rank can read the tokens" in last.message
+        for told in ("no rank can read the tokens", "0" * 32, "document 1 of the request", str(bench.store.root),
+                     "artifacts build --engine ENGINE"):  # fmt: skip
+            assert told in last.message, told
     stage.assert_nothing_held()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import queue
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +20,17 @@ import pytest
 from tests.serving.support import Bench, ask, ids
 from tests.support.triton import (
     TritonServer,
+    alive,
     held_leases,
     require_triton,
     resident_bytes,
     triton_server,
 )
+from trt_redknot.cli.command import INTERRUPTED
+from trt_redknot.leftovers import SHARED_MEMORY, TRITON_REGIONS
 from trt_redknot.serving.bench.command import bench as bench_command
 from trt_redknot.serving.messages import DoneEvent, Event, ServingError, ServingFault, ServingRequest, TokenEvent
+from trt_redknot.serving.triton_client import failure_of
 from trt_redknot.serving.triton_launch import serve
 from trt_redknot.serving.triton_probe import probe
 
@@ -199,9 +205,16 @@ def test_faults_have_their_names(server: TritonServer) -> None:
 
 
 def test_what_is_no_model_request_is_refused_by_triton(server: TritonServer) -> None:
-    for content in (b"", b"{}", b'{"request": 5}', b'{"request": ["{}", "{}"]}', b"\x00" * 100):
-        status, _ = server.post("/v2/models/redknot/generate", content)
-        assert status >= 400
+    """Triton answers by itself, as docs/serving.md says: 400 or 500, an error that begins with none of our faults."""
+    wrong: tuple[Any, ...] = (5, 1.5, True, None, {"documents": []}, [1], [], ["{}", "{}"])
+    bodies = [b"", b"{}", b"[]", b"\x00" * 100, *(json.dumps({"request": each}).encode() for each in wrong)]
+    for content in bodies:
+        for path in ("generate", "generate_stream"):
+            status, body = server.post(f"/v2/models/redknot/{path}", content)
+            assert status in (400, 500), content
+            error = json.loads(body.removeprefix(b"data:"))["error"]
+            assert failure_of(error).fault is ServingFault.INTERNAL, content
+            assert "Traceback" not in error
     assert server.client.whole({"action": "health"})["ready"]
 
 
@@ -340,3 +353,24 @@ def test_a_bad_engine_ends_the_start_with_one_line(tmp_path: Path) -> None:
 
     with pytest.raises(EngineError, match=r"engine\.json"):
         serve.main(["--engine", str(tmp_path), "--store", str(tmp_path)], standalone_mode=False)
+
+
+def test_ctrl_c_ends_the_server_at_once(engine_dir: Path, bench: Bench, tmp_path: Path) -> None:
+    """With a request that would take longer, and a client that keeps its connection: Triton itself would wait."""
+    require_triton()
+    with triton_server(tmp_path, engine_dir, bench.store.root, "--exit-timeout-s", "600") as server:
+        kept = http.client.HTTPConnection("127.0.0.1", server.http, timeout=60.0)
+        kept.request("GET", "/v2/health/ready")
+        assert kept.getresponse().read() == b""
+        long = {"segments": [{"tokens": ids(9)}], "max_new_tokens": 390, "stop_tokens": [], "reuse": None}
+        events = server.client.events(long)
+        assert isinstance(next(events), TokenEvent)
+        processes = server.processes()
+        server.launcher.send_signal(signal.SIGINT)
+        with pytest.raises(ServingError) as caught:
+            list(events)
+        assert caught.value.fault is ServingFault.SHUTTING_DOWN
+        assert server.launcher.wait(60) == INTERRUPTED
+        assert not {pid: line for pid, line in processes.items() if alive(pid)}
+        kept.close()
+    assert not list(SHARED_MEMORY.glob(f"{TRITON_REGIONS}.*.{server.launcher.pid}.*"))

@@ -24,10 +24,11 @@ from tests.support.triton import ROOT, free_ports, wait_until_gone
 from trt_redknot.errors import ConfigError, LaunchError, RequestError
 from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.messages import BuildRequest, DoneEvent, ServingError, ServingFault, ServingRequest, TokenEvent
+from trt_redknot.serving.running import run_until_ended
 from trt_redknot.serving.triton import parse_request, read_parameters
 from trt_redknot.serving.triton_client import TritonClient, failure_of
 from trt_redknot.serving.triton_install import TritonInstall, find_triton
-from trt_redknot.serving.triton_launch import Endpoints, leader_command, run_until_ended, serve, server_command
+from trt_redknot.serving.triton_launch import Endpoints, leader_command, serve, server_command
 from trt_redknot.serving.triton_metrics import MetricsMirror
 from trt_redknot.serving.triton_probe import probe
 from trt_redknot.serving.triton_repository import OWN_PARAMETERS, shipped_repository, write_repository
@@ -151,10 +152,13 @@ def test_the_environment_names_interpreter_and_libraries(tmp_path: Path) -> None
 def test_commands_of_both_modes(tmp_path: Path) -> None:
     install = TritonInstall(server=tmp_path / "tritonserver", backends=tmp_path / "backends")
     endpoints = Endpoints(host="::1", http=1, grpc=2, metrics=3)
-    server = server_command(install, tmp_path / "models", endpoints, exit_timeout_s=7, extra=["--log-verbose=1"])
+    server = server_command(
+        install, tmp_path / "models", endpoints, regions="ours.", exit_timeout_s=7, extra=["--log-verbose=1"]
+    )
     assert server[0] == str(tmp_path / "tritonserver")
     assert {"--http-port=1", "--grpc-port=2", "--metrics-port=3", "--http-address=::1", "--exit-timeout-secs=7",
-            "--model-control-mode=explicit", "--load-model=redknot", "--log-verbose=1"} <= set(server)  # fmt: skip
+            "--model-control-mode=explicit", "--load-model=redknot", "--log-verbose=1",
+            "--backend-config=python,shm-region-prefix-name=ours."} <= set(server)  # fmt: skip
     leader = leader_command(server, install, 4)
     colon = leader.index(":")
     assert leader[leader.index("-n") + 1] == "1"
@@ -168,12 +172,12 @@ def test_a_server_is_told_to_end_and_ends_with_its_launcher(tmp_path: Path) -> N
     program = f"""
 import os
 from pathlib import Path
-from trt_redknot.serving.triton_launch import run_until_ended
+from trt_redknot.serving.running import run_until_ended
 print(os.getpid(), flush=True)
 command = ["/bin/sh", "-c", "trap 'exit 7' TERM; echo $$; while :; do sleep 0.05; done"]
 raise SystemExit(run_until_ended(command, os.environ, Path({str(tmp_path / "server")!r})))
 """
-    for way, status in ((signal.SIGTERM, 7), (signal.SIGINT, 7), (signal.SIGKILL, -9)):
+    for way, status in ((signal.SIGTERM, 7), (signal.SIGHUP, 7), (signal.SIGINT, 130), (signal.SIGKILL, -9)):
         launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert launcher.stdout is not None
         assert int(launcher.stdout.readline()) == launcher.pid

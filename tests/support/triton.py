@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from trt_redknot.artifacts.layout import LEASE_LOCK
+from trt_redknot.artifacts.names import LEASE_LOCK
 from trt_redknot.errors import LaunchError
 from trt_redknot.serving.triton_client import TritonClient
 from trt_redknot.serving.triton_install import find_triton

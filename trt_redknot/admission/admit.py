@@ -41,11 +41,17 @@ class AdmittedDocument:
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """The same on every rank, but for the leases, which are each rank's own. A context manager that lets them go."""
+    """The same on every rank, but for the leases, which are each rank's own. A context manager that lets them go.
+
+    Attributes:
+        reason, detail: why the request recomputes, the same for people; None where it reuses.
+        refused: index in `documents` of the one that `reason` is about; None where it is about none in particular.
+    """
 
     documents: tuple[AdmittedDocument, ...]
     reason: FallbackReason | None
     detail: str | None
+    refused: int | None
 
     @property
     def admitted(self) -> bool:
@@ -171,4 +177,5 @@ def _admission(documents: Sequence[Artifact], found: Examination, finding: Findi
         documents=tuple(admitted),
         reason=None if finding is None else finding.reason,
         detail=None if finding is None else finding.detail,
+        refused=None if finding is None else finding.document,
     )

@@ -51,10 +51,11 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A reason to recompute and its explanation for people."""
+    """A reason to recompute, its explanation for people, and the index of the document it is about, if it is of one."""
 
     reason: FallbackReason
     detail: str
+    document: int | None = None
 
 
 def check_comparable(reports: Sequence[RankReport]) -> None:
@@ -98,7 +99,8 @@ def conclude(reports: Sequence[RankReport], artifact_ids: Sequence[str]) -> Find
 def _own(rank: int, report: RankReport) -> Finding:
     assert report.reason is not None
     where = "" if report.document is None else f", document {report.document}"
-    return Finding(reason=report.reason, detail=f"rank {rank}{where}: {report.detail}")
+    detail = f"rank {rank}{where}: {report.detail}"
+    return Finding(reason=report.reason, detail=detail, document=report.document)
 
 
 def _stale(reports: Sequence[RankReport], artifact_ids: Sequence[str]) -> list[Finding]:
@@ -109,5 +111,5 @@ def _stale(reports: Sequence[RankReport], artifact_ids: Sequence[str]) -> list[F
         behind = [rank for rank, number in held.items() if number < newest]
         if behind:
             detail = f"artifact {artifact_id}: rank {behind[0]} holds generation {held[behind[0]]}, others {newest}"
-            findings.append(Finding(reason=FallbackReason.STALE_GENERATION, detail=detail))
+            findings.append(Finding(reason=FallbackReason.STALE_GENERATION, detail=detail, document=document))
     return findings

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from trt_redknot.admission.examine import Examination
 from trt_redknot.artifacts.documents import checked_tokens
-from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
+from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault, build_command
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.artifacts.identity import ArtifactIdentity
 from trt_redknot.artifacts.store import ArtifactStore
@@ -95,8 +95,9 @@ def _first_proved(
     raise ArtifactError(
         ArtifactFault.MISSING,
         f"no rank can read the tokens of artifact {artifact_id[:64]}",
+        expected=f"document {index} of the request, counted from 0, in the store or with its tokens",
         path=store.root / store.namespace,
-        remedy="Build the artifact again, or give its tokens with the request.",
+        remedy=f"Give its tokens with the request, or build it: {build_command(store.root, store.namespace)}",
     )
 
 

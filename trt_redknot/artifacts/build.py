@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from trt_redknot.artifacts.certificate import Certificate, CertifiedFile
 from trt_redknot.artifacts.contents import PartSpec
+from trt_redknot.artifacts.copies import HostCopies, HostCopy
 from trt_redknot.artifacts.files import Descriptor, ensure_folder, sync_folder, write_file
 from trt_redknot.artifacts.folder import GENERATION_FOLDER, StoreFolder
 from trt_redknot.artifacts.formats import TensorCodec
 from trt_redknot.artifacts.layout import (
-    CERTIFICATE,
-    LEASE_LOCK,
     TOKENS,
     TOKENS_FILE,
     FilePlan,
@@ -29,6 +28,7 @@ from trt_redknot.artifacts.layout import (
     tensor_name,
 )
 from trt_redknot.artifacts.locks import FileLock
+from trt_redknot.artifacts.names import CERTIFICATE, LEASE_LOCK
 from trt_redknot.artifacts.tensorfile import file_chunks
 from trt_redknot.artifacts.usage import record_use
 from trt_redknot.collectives.agreement import agree
@@ -74,7 +74,8 @@ class ArtifactBuild:
         self._locks = list(locks)
         self._plans = {plan.path: plan for plan in plans if plan.rank in (None, collectives.rank)}
         self._expected = {plan.path for plan in plans}
-        self._buffers: dict[str, dict[str, torch.Tensor]] = {}
+        self._copies = HostCopies()
+        self._buffers: dict[str, dict[str, HostCopy]] = {}
         self._written: dict[str, CertifiedFile] = {}
         self._failure: RedKnotError | None = None
         self._over = False
@@ -92,7 +93,8 @@ class ArtifactBuild:
     def add(self, spec: PartSpec, tensor: torch.Tensor) -> None:
         """Take one part, [shape of spec], any float dtype, any device; it is encoded at once, the caller keeps its own.
 
-        A layer group's file is written when its last part has come, so memory holds at most the open groups.
+        Parts leave a GPU while the next ones are computed. A layer group's file is written when its last part has come,
+        so host memory holds at most the open groups.
 
         Raises:
             ValueError: a part that is not in this rank's plan, of another shape, or added twice.
@@ -108,9 +110,10 @@ class ArtifactBuild:
             raise ValueError(f"{tensor_name(spec)} was added before")
         if self._failure is not None:
             return
-        buffer[tensor_name(spec)] = TensorCodec.of(spec, self._draft.artifact_format, self._geometry).encode(tensor)
+        codec = TensorCodec.of(spec, self._draft.artifact_format, self._geometry)
+        buffer[tensor_name(spec)] = self._copies.begin(codec.encode(tensor))
         if len(buffer) == len(plan.entries):
-            self._write(plan, self._buffers.pop(path))
+            self._write(plan, {name: copy.wait() for name, copy in self._buffers.pop(path).items()})
 
     def fail(self, error: RedKnotError) -> None:
         """This rank cannot go on: `publish` will raise `error` on all ranks. Only the first failure counts."""

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.artifacts.identity import ArtifactIdentity, RankShare, TpGeometry, artifact_id_of
-from trt_redknot.artifacts.layout import CERTIFICATE, LEASE_LOCK
+from trt_redknot.artifacts.names import CERTIFICATE, LEASE_LOCK
 from trt_redknot.config.documents import parse_json_object
 from trt_redknot.digests import digest_bytes, digest_json
 

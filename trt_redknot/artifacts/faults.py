@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,6 +69,12 @@ class MisplacedError(ArtifactError):
             path=path,
         )
         self.certificate = certificate
+
+
+def build_command(root: Path, namespace: str, engine: Path | str = "ENGINE") -> str:
+    """What to type to put a document into a store."""
+    options = ["--engine", str(engine), "--store", str(root), "--namespace", namespace]
+    return shlex.join(["python", "-m", "trt_redknot", "artifacts", "build", *options, "DOCUMENT"])
 
 
 def _rebuild(

@@ -37,8 +37,8 @@ from trt_redknot.artifacts.files import (
     tree_bytes,
 )
 from trt_redknot.artifacts.hosts import Host, HostGuard
-from trt_redknot.artifacts.layout import CERTIFICATE, LEASE_LOCK
 from trt_redknot.artifacts.locks import FileLock, acquire, try_lock_path
+from trt_redknot.artifacts.names import CERTIFICATE, LEASE_LOCK
 from trt_redknot.errors import StoreError
 from trt_redknot.observability.events import StoreEvents
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-
-import torch
+from typing import TYPE_CHECKING
 
 from trt_redknot.artifacts.contents import Part, PartSpec
 from trt_redknot.config.geometry import ModelGeometry
-from trt_redknot.ops.reference.packing import (
-    latent_row_bytes,
-    pack_latents,
-    pack_rows,
-    row_bytes,
-    unpack_latents,
-    unpack_rows,
-)
+
+# Certificates name formats, and clients read certificates: only what touches tensors waits for torch.
+if TYPE_CHECKING:
+    import torch
 
 
 class ArtifactFormat(StrEnum):
@@ -30,6 +25,8 @@ class ArtifactFormat(StrEnum):
     @property
     def dtype(self) -> torch.dtype:
         """Of the tensors that are not packed and not always wide."""
+        import torch
+
         return {
             ArtifactFormat.FLOAT64: torch.float64,
             ArtifactFormat.FLOAT32: torch.float32,
@@ -40,6 +37,8 @@ class ArtifactFormat(StrEnum):
     @classmethod
     def exact_for(cls, dtype: torch.dtype) -> ArtifactFormat:
         """The format that keeps every bit of an engine that computes in `dtype`."""
+        import torch
+
         return {torch.float64: cls.FLOAT64, torch.float32: cls.FLOAT32, torch.bfloat16: cls.BFLOAT16}[dtype]
 
 
@@ -72,25 +71,33 @@ class TensorCodec:
 
     @property
     def stored_dtype(self) -> torch.dtype:
+        import torch
+
         if self.part in _ALWAYS_WIDE:
             return torch.float64 if self.format is ArtifactFormat.FLOAT64 else torch.float32
         return torch.uint8 if self.packed else self.format.dtype
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape on disk of a tensor of `shape`."""
+        from trt_redknot.ops.reference.packing import latent_row_bytes, row_bytes
+
         if not self.packed:
             return shape
         latent = self.part in _LATENT_LIKE
         return (*shape[:-1], latent_row_bytes(self.width, self.rope_dim) if latent else row_bytes(self.width))
 
     def encode(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as stored, on the host, contiguous, never sharing memory with `tensor`."""
+        """The tensor as stored, on its own device, contiguous, never sharing memory with `tensor`."""
+        from trt_redknot.ops.reference.packing import pack_latents, pack_rows
+
         if self.packed:
-            return (pack_latents(tensor, self.rope_dim) if self.part in _LATENT_LIKE else pack_rows(tensor)).cpu()
-        return tensor.detach().to(device="cpu", dtype=self.stored_dtype, copy=True).contiguous()
+            return pack_latents(tensor, self.rope_dim) if self.part in _LATENT_LIKE else pack_rows(tensor)
+        return tensor.detach().to(dtype=self.stored_dtype, copy=True).contiguous()
 
     def decode(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The tensor as computed with, in `dtype`. May be `stored` itself where nothing has to change."""
+        from trt_redknot.ops.reference.packing import unpack_latents, unpack_rows
+
         if not self.packed:
             return stored.to(dtype)
         if self.part in _LATENT_LIKE:

@@ -13,8 +13,6 @@ from trt_redknot.artifacts.tensorfile import TensorEntry, file_bytes
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
 
-CERTIFICATE = "certificate.json"
-LEASE_LOCK = "lease.lock"
 TOKENS = "tokens"
 TOKENS_FILE = "tokens.safetensors"
 STREAMS_FILE = "common/streams.safetensors"

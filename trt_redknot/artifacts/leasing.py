@@ -11,9 +11,9 @@ from trt_redknot.artifacts.checks import VerifiedFiles
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.files import Descriptor, Files
 from trt_redknot.artifacts.folder import ARTIFACT_ID_PATTERN, StoreFolder, generation_name
-from trt_redknot.artifacts.layout import LEASE_LOCK
 from trt_redknot.artifacts.lease import Lease
 from trt_redknot.artifacts.locks import FileLock, holders_at, is_at, try_lock
+from trt_redknot.artifacts.names import LEASE_LOCK
 from trt_redknot.artifacts.usage import record_use
 from trt_redknot.errors import BusyError
 

@@ -12,8 +12,8 @@ from trt_redknot.artifacts.capacity import Orphans, collect_orphans, reserved_by
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.files import real_folders, tree_bytes, write_file
 from trt_redknot.artifacts.folder import PIN_FILE, Published, StoreFolder
-from trt_redknot.artifacts.layout import LEASE_LOCK
 from trt_redknot.artifacts.locks import holders_at, is_at, try_lock_path
+from trt_redknot.artifacts.names import LEASE_LOCK
 from trt_redknot.artifacts.quarantine import set_aside
 from trt_redknot.artifacts.quota import effective_capacity, write_quota
 from trt_redknot.artifacts.records import Collected, Listed, StoreStatus, Verdict

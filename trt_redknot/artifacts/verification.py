@@ -10,7 +10,7 @@ from trt_redknot.artifacts.checks import VerifiedFiles, check_digest, open_certi
 from trt_redknot.artifacts.faults import ArtifactError, ArtifactFault
 from trt_redknot.artifacts.files import walk_files
 from trt_redknot.artifacts.folder import Published, StoreFolder
-from trt_redknot.artifacts.layout import CERTIFICATE, LEASE_LOCK
+from trt_redknot.artifacts.names import CERTIFICATE, LEASE_LOCK
 
 
 def faults_of(store: StoreFolder, found: Published) -> Iterator[str]:

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
 
 from trt_redknot.artifacts.records import Listed, Verdict
-from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.cli.artifacts_build import build
 from trt_redknot.cli.artifacts_explain import explain_command
 from trt_redknot.cli.artifacts_owner import adopt, quota
@@ -20,6 +19,9 @@ from trt_redknot.cli.output import Output
 from trt_redknot.cli.store_options import store_options
 from trt_redknot.launch import world_communicator
 from trt_redknot.observability.logs import json_log
+
+if TYPE_CHECKING:
+    from trt_redknot.artifacts.store import ArtifactStore
 
 _UNSOUND = 1
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.table import Table
 
 from trt_redknot.artifacts.identity import TpGeometry
-from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.cli.documents import DocumentFile, find_documents, read_document
 from trt_redknot.cli.engine_options import DEVICE_OPTION, ENGINE_OPTION
 from trt_redknot.cli.output import Output
 from trt_redknot.cli.store_options import METRICS_OPTION, watched_store
-from trt_redknot.engine.engine import Engine
-from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.errors import RequestError
 from trt_redknot.launch import world_communicator
+
+if TYPE_CHECKING:
+    from trt_redknot.artifacts.store import ArtifactStore
+    from trt_redknot.engine.engine import Engine
 
 
 @click.command(
@@ -45,6 +47,9 @@ def build(
     capacity: int | None, rebuild: bool, list_file: Path | None, metrics_file: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compute documents once and keep what their layers produced."""
+    from trt_redknot.engine.engine import Engine
+    from trt_redknot.engine.tokenizer import EngineTokenizer
+
     engine = Engine.open(engine_dir, world_communicator(), device=device)
     out = Output(engine.collectives.rank)
     files = find_documents(paths)

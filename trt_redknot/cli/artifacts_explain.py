@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.markup import escape
 from rich.table import Table
 
-from trt_redknot.admission.explain import DocumentFinding, Explanation, explain, looking_store
 from trt_redknot.artifacts.identity import ArtifactIdentity
-from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.cli.documents import find_documents, read_document
 from trt_redknot.cli.engine_options import ENGINE_OPTION
 from trt_redknot.cli.output import Output
 from trt_redknot.cli.store_options import JSON_OPTION, NAMESPACE_OPTION, STORE_OPTION
-from trt_redknot.engine.manifest import read_manifest
-from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.request.file import read_request
 from trt_redknot.request.request import Artifact
+
+if TYPE_CHECKING:
+    from trt_redknot.admission.explain import DocumentFinding, Explanation
+    from trt_redknot.artifacts.store import ArtifactStore
 
 _REFUSED = 1
 
@@ -45,6 +46,9 @@ def explain_command(
     paths: tuple[Path, ...], request_file: Path | None, engine_dir: Path, store: Path, namespace: str, as_json: bool
 ) -> None:
     """Say for each document, and each rank, whether it would be reused, and if not, why not."""
+    from trt_redknot.admission.explain import explain, looking_store
+    from trt_redknot.engine.manifest import read_manifest
+
     if (request_file is None) == (not paths):
         raise click.UsageError("Name either --request or documents.")
     manifest, geometry = read_manifest(engine_dir)
@@ -71,6 +75,8 @@ def _asked(
     identity: ArtifactIdentity,
 ) -> tuple[list[str], list[Artifact], str | None]:  # fmt: skip
     """Names for people, documents, and a note where the request itself asks for no reuse."""
+    from trt_redknot.engine.tokenizer import EngineTokenizer
+
     if request_file is not None:
         # Fresh text is not looked at, so it needs no tokenizer.
         request = read_request(request_file, lambda: lambda text: [len(text)])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.cli.output import Output
 from trt_redknot.cli.store_options import JSON_OPTION, NAMESPACE_OPTION, STORE_OPTION
 from trt_redknot.errors import StoreError
@@ -23,6 +22,8 @@ def quota(size: str | None, store: Path, namespace: str, as_json: bool) -> None:
     It binds every process that builds in this namespace. Setting it evicts nothing; the next build that needs room
     does.
     """
+    from trt_redknot.artifacts.store import ArtifactStore
+
     found = ArtifactStore(store, namespace=namespace)
     if size is not None:
         found.set_quota(_bytes(size))
@@ -40,6 +41,8 @@ def adopt(store: Path) -> None:
 
     Only when no process of the host that used it before, or of a boot before this one, uses it any more.
     """
+    from trt_redknot.artifacts.store import ArtifactStore
+
     found = ArtifactStore(store)
     if not found.root.is_dir():
         raise StoreError("there is no artifact store", path=found.root, remedy="Name the folder of a store.")

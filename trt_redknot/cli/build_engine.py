@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
-import torch
 
 from trt_redknot.artifacts.formats import ArtifactFormat
-from trt_redknot.checkpoint import Checkpoint
-from trt_redknot.checkpoint.specs import check_parallelism
 from trt_redknot.cli.output import Output
 from trt_redknot.cli.plan_options import plan_options, verify_plans, with_plan_options
 from trt_redknot.collectives import from_communicator
@@ -19,16 +16,13 @@ from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.parse import load_geometry
 from trt_redknot.config.profiles import load_profile
 from trt_redknot.config.released import released_geometry
-from trt_redknot.engine.build import BuildOptions, build_torch_engine
-from trt_redknot.engine.manifest import ExpertStorage
-from trt_redknot.engine.tensorrt.build import PlanOptions, build_tensorrt_engine, plan_specs, progress_steps
-from trt_redknot.engine.tensorrt.platform import find_platform
 from trt_redknot.errors import EngineError
-from trt_redknot.reports.estimate import show_estimate
-from trt_redknot.reports.plans import plans_to_json, show_plans
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+    from trt_redknot.engine.manifest import ExpertStorage
+    from trt_redknot.engine.tensorrt.build import PlanOptions
 
 _FORMATS = [form.value for form in ArtifactFormat]
 
@@ -88,16 +82,32 @@ Examples:
         help="Prompt length that --dry-run estimates activations for.",
     )
     @click.option(
+        "--gpu-memory", type=click.FloatRange(0, min_open=True), metavar="GIB",
+        show_default="this machine's GPU; without one, an H200",
+        help="Memory of a GPU that --dry-run compares with, GiB.",
+    )  # fmt: skip
+    @click.option(
         "--dry-run", is_flag=True, help="Only show what would be built: bytes per rank, artifacts, activations."
     )
     @with_plan_options
     @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
     def command(
         checkpoint: Path | None, output: Path | None, profile: str, tp: int | None, backend: str, dtype: str | None,
-        artifact_format: str, experts: str, max_length: int | None, chunk_rows: int, length: int, dry_run: bool,
-        as_json: bool, **plan_choices: Any,
+        artifact_format: str, experts: str, max_length: int | None, chunk_rows: int, length: int,
+        gpu_memory: float | None, dry_run: bool, as_json: bool, **plan_choices: Any,
     ) -> None:  # fmt: skip
         """Build an engine from a DeepSeek-V4 checkpoint. Under mpirun every rank builds its own part."""
+        import torch
+
+        from trt_redknot.checkpoint import Checkpoint
+        from trt_redknot.checkpoint.specs import check_parallelism
+        from trt_redknot.engine.build import BuildOptions, build_torch_engine
+        from trt_redknot.engine.tensorrt.build import build_tensorrt_engine, plan_specs, progress_steps
+        from trt_redknot.engine.tensorrt.platform import find_platform
+        from trt_redknot.reports.estimate import show_estimate
+        from trt_redknot.reports.fitting import find_memory
+        from trt_redknot.reports.plans import plans_to_json, show_plans
+
         collectives = from_communicator(comm)
         out = Output(collectives.rank)
         geometry = _geometry(checkpoint, profile, dry_run)
@@ -122,10 +132,16 @@ Examples:
         if dry_run:
             specs = () if plans is None else plan_specs(geometry, world=ranks, format=plans.format)
             more = {} if plans is None else {"plans": plans_to_json(specs, plans.limits)}
-            show_estimate(out, geometry, split, tp_size=ranks, dtype=dtype, artifact_format=form, length=length,
-                          chunk_rows=chunk_rows, as_json=as_json, more=more)  # fmt: skip
+            memory = find_memory() if gpu_memory is None else (int(gpu_memory * 2**30), "named by --gpu-memory")
+            verdict = show_estimate(
+                out, geometry, split, tp_size=ranks, dtype=dtype, artifact_format=form, length=length,
+                chunk_rows=chunk_rows, experts=experts if plans is None else "fp8", memory=memory, as_json=as_json,
+                more=more,
+            )  # fmt: skip
             if plans is not None and not as_json:
                 show_plans(out, specs, plans.limits)
+            if not as_json:
+                out.show(verdict)
             return
         if checkpoint is None or output is None:
             raise click.UsageError("--checkpoint and --output are needed, unless with --dry-run.")

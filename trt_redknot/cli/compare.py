@@ -7,21 +7,19 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import click
 
-from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.cli.documents import find_documents, read_document
 from trt_redknot.cli.engine_options import DEVICE_OPTION, ENGINE_OPTION
 from trt_redknot.cli.output import Output
 from trt_redknot.config.policy import ReusePolicy
-from trt_redknot.engine.engine import Engine
-from trt_redknot.engine.response import Response
-from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.errors import RequestError
-from trt_redknot.reports.page import ArmText, PageInput, render_page, write_page
-from trt_redknot.reports.tables import arms_table
 from trt_redknot.request.request import Artifact, Request, Tokens
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+    from trt_redknot.engine.response import Response
+    from trt_redknot.engine.tokenizer import EngineTokenizer
+    from trt_redknot.reports.page import ArmText
 
 
 def compare_command(comm: Intracomm | None) -> click.Command:
@@ -58,6 +56,12 @@ Example:
         page: Path | None,
     ) -> None:  # fmt: skip
         """Ask one question about documents with reuse and without, and show what was saved and what it changed."""
+        from trt_redknot.artifacts.store import ArtifactStore
+        from trt_redknot.engine.engine import Engine
+        from trt_redknot.engine.tokenizer import EngineTokenizer
+        from trt_redknot.reports.page import PageInput, render_page, write_page
+        from trt_redknot.reports.tables import arms_table
+
         if not question.strip():
             raise RequestError("the question is empty", expected="some text", remedy="Give --question a question.")
         engine = Engine.open(engine_dir, comm, device=device)
@@ -99,4 +103,6 @@ Example:
 
 
 def _arm_text(tokenizer: EngineTokenizer, response: Response) -> ArmText:
+    from trt_redknot.reports.page import ArmText
+
     return ArmText(text=tokenizer.decode(response.tokens), pieces=[tokenizer.decode([id_]) for id_ in response.tokens])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.cli.command import run_command
 from trt_redknot.cli.engine_options import DEVICE_OPTION
 from trt_redknot.cli.evaluate_nano import nano_command
@@ -16,24 +15,17 @@ from trt_redknot.cli.evaluate_plan import projections_command
 from trt_redknot.cli.output import Output
 from trt_redknot.config.documents import validated_json
 from trt_redknot.config.policy import ReusePolicy
-from trt_redknot.engine.engine import Engine
-from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.errors import ConfigError, RequestError
-from trt_redknot.evaluation.arms import ArmRunner
 from trt_redknot.evaluation.evidence import Evidence
 from trt_redknot.evaluation.frozen import LONGER, SHORT, freeze, open_frozen
-from trt_redknot.evaluation.journal import RESULTS, read_journal
-from trt_redknot.evaluation.page import render_evaluation
-from trt_redknot.evaluation.runner import Evaluation
-from trt_redknot.evaluation.summary import Summary, summarise
-from trt_redknot.evaluation.tables import answers_table, detail_table, left_out_table, summary_table
 from trt_redknot.evaluation.variants import AXES, BASE_ENGINE, Variant, single, sweep
-from trt_redknot.reports.page import write_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mpi4py.MPI import Intracomm
+
+    from trt_redknot.evaluation.summary import Summary
 
 PAGE, SUMMARY = "report.html", "summary.json"
 _PATH = click.Path(path_type=Path)
@@ -127,6 +119,14 @@ def _evaluate(
     comm: Intracomm | None, options: dict[str, Any], make: Callable[[ReusePolicy, int, list[str]], list[Variant]],
     further: dict[str, Path],
 ) -> None:  # fmt: skip
+    from trt_redknot.artifacts.store import ArtifactStore
+    from trt_redknot.engine.engine import Engine
+    from trt_redknot.engine.tokenizer import EngineTokenizer
+    from trt_redknot.evaluation.arms import ArmRunner
+    from trt_redknot.evaluation.journal import RESULTS, read_journal
+    from trt_redknot.evaluation.runner import Evaluation
+    from trt_redknot.evaluation.summary import summarise
+
     policy = _policy(options["settings"])
     frozen, questions = open_frozen(options["records_dir"], options["only"])
     if options["limit"] is not None:
@@ -174,6 +174,8 @@ def _evaluate(
 
 
 def _finished(output: Path) -> int:
+    from trt_redknot.evaluation.journal import RESULTS, read_journal
+
     path = output / RESULTS
     return len(read_journal(path)[1]) if path.is_file() else 0
 
@@ -184,6 +186,9 @@ def _report_command() -> click.Command:
     @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of tables.")
     def report(output: Path, as_json: bool) -> None:
         """Write the page and print the tables of saved results."""
+        from trt_redknot.evaluation.journal import RESULTS, read_journal
+        from trt_redknot.evaluation.summary import summarise
+
         run, pairs = read_journal(output / RESULTS)
         _publish(Output(), output, summarise(run, pairs, Evidence.ARCHIVED), as_json=as_json)
 
@@ -191,6 +196,10 @@ def _report_command() -> click.Command:
 
 
 def _publish(out: Output, output: Path, summary: Summary, *, as_json: bool) -> None:
+    from trt_redknot.evaluation.page import render_evaluation
+    from trt_redknot.evaluation.tables import answers_table, detail_table, left_out_table, summary_table
+    from trt_redknot.reports.page import write_page
+
     write_page(output / PAGE, render_evaluation(summary, f"Reuse against recomputation: {summary.run['records']}"))
     write_page(output / SUMMARY, json.dumps(summary.to_json(), indent=1) + "\n")
     if as_json:

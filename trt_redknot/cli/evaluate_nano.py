@@ -17,11 +17,7 @@ from trt_redknot.cli.profile_heads import profile_heads_command
 from trt_redknot.errors import LaunchError
 from trt_redknot.evaluation.evidence import Evidence
 from trt_redknot.evaluation.frozen import open_frozen
-from trt_redknot.evaluation.journal import RESULTS, read_journal
-from trt_redknot.evaluation.markdown import groups_markdown, overall_markdown
-from trt_redknot.evaluation.summary import summarise
 from trt_redknot.evaluation.variants import AXES
-from trt_redknot.reports.page import write_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +28,9 @@ TABLES = "tables.md"
 LENGTHS, SWEEPS = "lengths", "sweep"
 _ENGINES = "engine"
 _POLL_S = 0.2
-# The default of 128 boundary rows is twice the nano network's window, and covers its documents whole.
-_BOUNDARY = 8
+# The default policy in the network's proportions. Its own 128 boundary rows cover these documents whole, and with 32
+# protected entries of the 256 of 1024 tokens little is left to choose.
+_SETTINGS = ("boundary=8", "top_entries=8")
 _PATH = click.Path(path_type=Path)
 
 
@@ -52,7 +49,10 @@ def nano_command(
     @click.option("--checkpoint", type=_PATH, required=True, help="Trained nano checkpoint.")
     @click.option("--records", type=_PATH, required=True, help="Folder of the frozen nano records.")
     @click.option("--output", type=_PATH, required=True, help="Folder of engines, results and tables.")
-    @click.option("--sweep-file", default="nano-1024.jsonl", show_default=True, help="Record file of the sweeps.")
+    @click.option(
+        "--sweep-file", "sweep_files", multiple=True, default=["nano-1024.jsonl"], show_default=True,
+        help="Record files of the sweeps.",
+    )  # fmt: skip
     @click.option(
         "--profile-records",
         type=click.IntRange(1),
@@ -70,41 +70,48 @@ def nano_command(
         "--jobs", type=click.IntRange(1), default=1, show_default=True, help="Measurements in processes side by side."
     )
     def nano(
-        checkpoint: Path, records: Path, output: Path, sweep_file: str, profile_records: int, limit: int | None,
-        only: tuple[str, ...], axes: tuple[str, ...], short_tokens: int, longer_tokens: int, device: str, jobs: int,
+        checkpoint: Path, records: Path, output: Path, sweep_files: tuple[str, ...], profile_records: int,
+        limit: int | None, only: tuple[str, ...], axes: tuple[str, ...], short_tokens: int, longer_tokens: int,
+        device: str, jobs: int,
     ) -> None:  # fmt: skip
         """Build engines and a head profile, then measure the default policy at every length and all sweeps at one."""
+        from trt_redknot.reports.page import write_page
+
         out = Output()
         if comm is not None and comm.Get_size() > 1:
             raise click.UsageError("nano runs on one rank; start it without mpirun.")
         heads = output / "heads.json"
         base, packed, chosen = (output / f"engine-{name}" for name in ("base", "fp8", "heads"))
         files = list(only) or [file.name for file in open_frozen(records, ())[0].files]
-        shared = ["--engine", base, "--records", records, "--store", output / "store", "--set", f"boundary={_BOUNDARY}",
-                  "--device", device, "--short-tokens", short_tokens, "--longer-tokens", longer_tokens,
+        shared = ["--engine", base, "--records", records, "--store", output / "store",
+                  *(word for setting in _SETTINGS for word in ("--set", setting)), "--device", device,
+                  "--short-tokens", short_tokens, "--longer-tokens", longer_tokens,
                   *(["--limit", limit] if limit else [])]  # fmt: skip
         parts = [_Part(command="run", output=output / LENGTHS / name, options=["--only", name]) for name in files]
         parts += [
             _Part(
-                command="sweep", output=output / SWEEPS / axis,
-                options=["--only", sweep_file, "--axis", axis,
+                command="sweep", output=output / SWEEPS / axis / name, axis=axis,
+                options=["--only", name, "--axis", axis,
                          *(["--also", f"fp8={packed}", "--also", f"heads={chosen}"] if axis == _ENGINES else [])],
             )
             for axis in axes or AXES
+            for name in sweep_files
         ]  # fmt: skip
         _engine(base, checkpoint)
         commands = {"run": run(comm), "sweep": sweep(comm)}
-        at_once = [part for part in parts if part.output.name != _ENGINES]
+        at_once = [part for part in parts if part.axis != _ENGINES]
+        of_engines = [part for part in parts if part.axis == _ENGINES]
         with _Jobs(commands, jobs) as running:
             for part in at_once:
                 running.start(part, shared)
-            if len(at_once) < len(parts):
+            if of_engines:
                 if not heads.is_file():
-                    _call(profile_heads_command(comm), "--engine", base, "--records", records, "--only", sweep_file,
+                    _call(profile_heads_command(comm), "--engine", base, "--records", records, "--only", sweep_files[0],
                           "--limit", profile_records, "--output", heads)  # fmt: skip
                 _engine(packed, checkpoint, "--artifact-format", "fp8")
                 _engine(chosen, checkpoint, "--profile", heads)
-                running.start(next(part for part in parts if part.output.name == _ENGINES), shared)
+                for part in of_engines:
+                    running.start(part, shared)
         write_page(output / TABLES, _tables(parts))
         out.note(f"tables: {output / TABLES}")
 
@@ -113,11 +120,13 @@ def nano_command(
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """One measurement: the command, where its results go, what it has beside the shared options."""
+    """One measurement: the command, where its results go, its axis if it is a sweep, what it has beside the shared
+    options."""
 
     command: str
     output: Path
     options: list[object]
+    axis: str | None = None
 
 
 class _Jobs:
@@ -158,23 +167,26 @@ class _Jobs:
         part, process = ended
         if process.returncode:
             raise LaunchError(
-                f"a measurement failed: {part.output.name}", found=f"exit status {process.returncode}",
-                path=part.output, remedy="Its message is above. The same command goes on where it was.",
+                f"a measurement failed: {part.axis or part.command} of {part.output.name}",
+                found=f"exit status {process.returncode}", path=part.output,
+                remedy="Its message is above. The same command goes on where it was.",
             )  # fmt: skip
 
 
 def _tables(parts: Sequence[_Part]) -> str:
-    lengths = [read_journal(part.output / RESULTS) for part in parts if part.command == "run"]
-    together = summarise(lengths[0][0], [pair for _, pairs in lengths for pair in pairs], Evidence.MEASURED)
-    texts = ["## Default policy by length\n", groups_markdown(together, "policy", "file")]
-    texts += ["## Default policy by kind of question\n", groups_markdown(together, "policy", "kind")]
-    for part in parts:
-        if part.command == "sweep":
-            axis = part.output.name
-            texts += [
-                f"## {axis}\n",
-                overall_markdown(summarise(*read_journal(part.output / RESULTS), Evidence.MEASURED), axis),
-            ]
+    from trt_redknot.evaluation.journal import RESULTS, read_journal
+    from trt_redknot.evaluation.markdown import groups_markdown, overall_markdown
+    from trt_redknot.evaluation.summary import Summary, summarise
+
+    def together(chosen: Sequence[_Part]) -> Summary:
+        journals = [read_journal(part.output / RESULTS) for part in chosen]
+        return summarise(journals[0][0], [pair for _, pairs in journals for pair in pairs], Evidence.MEASURED)
+
+    lengths = together([part for part in parts if part.axis is None])
+    texts = ["## Default policy by length\n", groups_markdown(lengths, "policy", "file")]
+    texts += ["## Default policy by kind of question\n", groups_markdown(lengths, "policy", "kind")]
+    for axis in dict.fromkeys(part.axis for part in parts if part.axis is not None):
+        texts += [f"## {axis}\n", overall_markdown(together([part for part in parts if part.axis == axis]), axis)]
     return "\n".join(texts)
 
 

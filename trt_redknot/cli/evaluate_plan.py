@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import click
 from rich.table import Table
@@ -14,7 +14,9 @@ from trt_redknot.config.profile import SplitProfile
 from trt_redknot.config.released import released_geometry
 from trt_redknot.evaluation.evidence import Evidence
 from trt_redknot.evaluation.measured import read_measured
-from trt_redknot.evaluation.planning import Check, Projection, ceiling, project
+
+if TYPE_CHECKING:
+    from trt_redknot.evaluation.planning import Check, Projection
 
 # The arms of run/bench_ttft.py by name; early files name the first two by their epilogue alone.
 _FULL, _ACTIVE = ReusePolicy(budget=0.10, epilogue="full"), ReusePolicy(budget=0.10, epilogue="active")
@@ -50,6 +52,8 @@ def projections_command() -> click.Command:
         as_json: bool,
     ) -> None:  # fmt: skip
         """Ceilings, rows saved by length and the break-even of cold artifacts, worked out, not measured."""
+        from trt_redknot.evaluation.planning import Check, ceiling, project
+
         geometry = released_geometry(cast('Literal["flash", "pro"]', name))
         profile = SplitProfile.default(geometry, name=name)
         policy = ReusePolicy(budget=budget, epilogue=cast('Literal["full", "active"]', epilogue))

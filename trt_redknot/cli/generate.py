@@ -13,16 +13,14 @@ import click
 from trt_redknot.cli.engine_options import DEVICE_OPTION, ENGINE_OPTION
 from trt_redknot.cli.output import Output
 from trt_redknot.cli.store_options import METRICS_OPTION, watched_store
-from trt_redknot.engine.engine import Engine
-from trt_redknot.engine.response import Response
-from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.errors import EngineError, RequestError
 from trt_redknot.observability.logs import json_log
-from trt_redknot.reports.tables import arms_table
 from trt_redknot.request.file import read_request
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+    from trt_redknot.engine.response import Response
 
 
 def generate_command(comm: Intracomm | None) -> click.Command:
@@ -53,6 +51,10 @@ The format of a request file is in docs/requests.md.
         json_file: Path | None, metrics_file: Path | None, log_file: str | None,
     ) -> None:  # fmt: skip
         """Answer the request in a JSON file and show what was reused."""
+        from trt_redknot.engine.engine import Engine
+        from trt_redknot.engine.tokenizer import EngineTokenizer
+        from trt_redknot.reports.tables import arms_table
+
         engine = Engine.open(engine_dir, comm, device=device)
         rank = engine.collectives.rank
         out = Output(rank)
@@ -80,6 +82,8 @@ The format of a request file is in docs/requests.md.
 
 
 def _text(engine_dir: Path, response: Response) -> str | None:
+    from trt_redknot.engine.tokenizer import EngineTokenizer
+
     try:
         return EngineTokenizer(engine_dir).decode(response.tokens)
     except EngineError:

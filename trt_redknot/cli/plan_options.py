@@ -6,26 +6,23 @@ import dataclasses
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import torch
 
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.cli.output import Output
 from trt_redknot.collectives import Collectives
 from trt_redknot.collectives.agreement import agree
-from trt_redknot.collectives.device import connect
-from trt_redknot.engine.tensorrt.build import PlanOptions
-from trt_redknot.engine.tensorrt.builder import BuilderSettings
-from trt_redknot.engine.tensorrt.opening import OpenedPlans, open_plans
-from trt_redknot.engine.tensorrt.platform import Platform
-from trt_redknot.engine.tensorrt.profiles import PlanLimits
-from trt_redknot.engine.tensorrt.specification import PlanFormat
-from trt_redknot.engine.tensorrt.starting import start_plans
-from trt_redknot.engine.tensorrt.verification import OutputError, device_runner, verify_plan, worst
 from trt_redknot.errors import EngineError, RedKnotError
-from trt_redknot.reports.plans import show_errors
+
+if TYPE_CHECKING:
+    import torch
+
+    from trt_redknot.engine.tensorrt.build import PlanOptions
+    from trt_redknot.engine.tensorrt.opening import OpenedPlans
+    from trt_redknot.engine.tensorrt.platform import Platform
+    from trt_redknot.engine.tensorrt.verification import OutputError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -65,6 +62,11 @@ def plan_options(
     Raises:
         EngineError: rows or lengths beyond what plans can index.
     """
+    from trt_redknot.engine.tensorrt.build import PlanOptions
+    from trt_redknot.engine.tensorrt.builder import BuilderSettings
+    from trt_redknot.engine.tensorrt.profiles import PlanLimits
+    from trt_redknot.engine.tensorrt.specification import PlanFormat
+
     packed = form is ArtifactFormat.FP8
     cache: Path | None = chosen["timing_cache"]
     if cache is not None and ranks > 1:
@@ -96,6 +98,12 @@ def verify_plans(out: Output, output: Path, platform: Platform, collectives: Col
     Raises:
         EngineError: a plan cannot be opened or run, or gives something else than the reference backend; on all ranks.
     """
+    from trt_redknot.collectives.device import connect
+    from trt_redknot.engine.tensorrt.opening import open_plans
+    from trt_redknot.engine.tensorrt.starting import start_plans
+    from trt_redknot.engine.tensorrt.verification import OutputError, device_runner, verify_plan, worst
+    from trt_redknot.reports.plans import show_errors
+
     opened: OpenedPlans | None = None
     failure: RedKnotError | None = None
     try:

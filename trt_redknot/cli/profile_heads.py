@@ -12,16 +12,14 @@ from rich.table import Table
 from trt_redknot.cli.engine_options import DEVICE_OPTION, ENGINE_OPTION
 from trt_redknot.cli.output import Output
 from trt_redknot.config.profile import SplitProfile
-from trt_redknot.engine.engine import Engine
-from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.evaluation.evidence import Evidence
 from trt_redknot.evaluation.frozen import open_frozen
-from trt_redknot.evaluation.heads import Drift, HeadTap, drift_profile, measure_drift
 from trt_redknot.evaluation.prompts import Cutting, make_prompt
-from trt_redknot.reports.page import write_page
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+    from trt_redknot.evaluation.heads import Drift
 
 
 def profile_heads_command(comm: Intracomm | None) -> click.Command:
@@ -47,6 +45,11 @@ Example:
         as_json: bool,
     ) -> None:  # fmt: skip
         """Rank heads by how much their output changes between a document alone and the document in context."""
+        from trt_redknot.engine.engine import Engine
+        from trt_redknot.engine.tokenizer import EngineTokenizer
+        from trt_redknot.evaluation.heads import HeadTap, drift_profile, measure_drift
+        from trt_redknot.reports.page import write_page
+
         tap = HeadTap()
         engine = Engine.open(engine_dir, comm, device=device, watch=tap.watch)
         tokenizer = EngineTokenizer(engine_dir)

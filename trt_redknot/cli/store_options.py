@@ -6,14 +6,15 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from trt_redknot.artifacts.store import ArtifactStore
 from trt_redknot.observability.events import AllEvents, StoreEvents
 from trt_redknot.observability.logs import StoreLog
-from trt_redknot.observability.metrics import StoreMetrics
+
+if TYPE_CHECKING:
+    from trt_redknot.artifacts.store import ArtifactStore
 
 STORE_OPTION = click.option(
     "--store", type=click.Path(path_type=Path), required=True, help="Folder of the artifact store."
@@ -31,6 +32,9 @@ def watched_store(
     root: Path, namespace: str, metrics_file: Path | None, *, capacity: int | None = None, rank: int = 0
 ) -> Iterator[ArtifactStore]:
     """A store whose metrics are written to `metrics_file` by rank 0 at the end, however that comes."""
+    from trt_redknot.artifacts.store import ArtifactStore
+    from trt_redknot.observability.metrics import StoreMetrics
+
     log = StoreLog(namespace)
     metrics = StoreMetrics() if metrics_file is not None else None
     events: StoreEvents = log if metrics is None else AllEvents(log, metrics)
@@ -48,6 +52,8 @@ def store_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def opened(store: Path, namespace: str, metrics_file: Path | None, **others: Any) -> None:
+        from trt_redknot.artifacts.store import ArtifactStore
+
         ArtifactStore(store, namespace=namespace).require()
         with watched_store(store, namespace, metrics_file) as found:
             command(store=found, **others)

@@ -6,9 +6,10 @@ Every method is collective: all ranks call it, in the same order. Row counts may
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Collectives(Protocol):

@@ -6,7 +6,6 @@ from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.config.profiles import load_profile
 from trt_redknot.config.released import released_geometry
-from trt_redknot.config.rope import inverse_frequencies
 
 __all__ = [
     "AttentionKind",
@@ -16,7 +15,6 @@ __all__ = [
     "RouterKind",
     "SplitProfile",
     "geometry_from_config",
-    "inverse_frequencies",
     "load_geometry",
     "load_profile",
     "released_geometry",

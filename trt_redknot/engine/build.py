@@ -23,7 +23,6 @@ from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.digests import digest_file
 from trt_redknot.engine.manifest import (
-    DTYPES,
     FORMAT_VERSION,
     MANIFEST,
     EngineFile,
@@ -32,6 +31,7 @@ from trt_redknot.engine.manifest import (
     ExpertStorage,
     PlanRecord,
     geometry_to_json,
+    torch_dtype,
     weight_files,
 )
 from trt_redknot.engine.staging import Staging, open_staging, remove_stale
@@ -178,7 +178,7 @@ def _write_rank(
 ) -> EngineRank:
     geometry, rank, size = checkpoint.geometry, collectives.rank, collectives.size
     # Checkpoints hold nothing wider than float32: a float64 engine widens what it loads.
-    dtype = torch.float32 if options.dtype == "float64" else DTYPES[options.dtype]
+    dtype = torch.float32 if options.dtype == "float64" else torch_dtype(options.dtype)
     (staging / f"rank-{rank:04d}").mkdir()
     first_group = geometry.output_groups // size * rank
     *layer_files, shared_file = weight_files(rank, geometry.layers)

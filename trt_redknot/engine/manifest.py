@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from trt_redknot.artifacts.formats import ArtifactFormat
@@ -17,6 +16,9 @@ from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.digests import digest_file, digest_json
 from trt_redknot.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    import torch
 
 MANIFEST = "engine.json"
 FORMAT_VERSION = 2
@@ -28,7 +30,13 @@ _REBUILD = "Build the engine again with build_engine.py."
 
 # float64 is for verification: rounding then decides no near tie of a router or of the Indexer.
 ExpertStorage = Literal["same", "fp8"]
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def torch_dtype(name: Literal["float64", "float32", "bfloat16"]) -> torch.dtype:
+    """What torch calls an engine's dtype. Whoever only reads a manifest does not wait for torch."""
+    import torch
+
+    return {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 class _Strict(BaseModel):
@@ -109,7 +117,7 @@ class EngineManifest(_Strict):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        return torch_dtype(self.dtype)
 
     @property
     def digest(self) -> str:

@@ -19,7 +19,7 @@ from trt_redknot.engine.step import LayerRows, Observation, Step, make_step, no_
 from trt_redknot.engine.steps import Steps
 from trt_redknot.engine.tables import RatioArrays
 from trt_redknot.engine.uploads import ArrayBatch, fetch, upload
-from trt_redknot.request.controller import has_candidates, protect, select_rows
+from trt_redknot.request.controller import candidates, has_candidates, protect, select_windows
 from trt_redknot.request.rows import RowPlan
 from trt_redknot.request.segments import Protection, RowClass, Segment, SegmentKind
 
@@ -127,19 +127,21 @@ class Prefill:
         )
 
     def _select(self, flags: NDArray[np.uint8], *, choice: bool, live_scores: bool) -> RowPlan:
-        policy, geometry = self._policy, self._context.geometry
-        scores: NDArray[np.float64] | None = None
+        policy, geometry, segments = self._policy, self._context.geometry, self._state.segments
+        windows = candidates(segments, flags, self._window)
+        order = np.arange(len(windows.starts), dtype=np.int64)
         if live_scores:
             assert self._observe.salience is not None
+            scores = self._observe.salience[0][upload(windows.entries, self._context.device)]
             # The one wait of a prefill: which rows run next depends on these scores.
-            scores = fetch(self._observe.salience[0])
+            order = fetch(torch.argsort(-scores, stable=True))
         elif choice and self._has_csa:
-            scores = self._documents.salience(self._window)
+            kept = self._documents.salience(self._window)
+            order = np.argsort(-kept[windows.entries], kind="stable")
         top_entries = geometry.index_topk if policy is None or policy.top_entries is None else policy.top_entries
-        return select_rows(
-            self._state.segments, flags, policy, window=self._window, scores=scores, live_scores=live_scores,
-            top_entries=top_entries,
-        )  # fmt: skip
+        return select_windows(
+            segments, flags, policy, windows=windows, order=order, live_scores=live_scores, top_entries=top_entries
+        )
 
     def _live_rows(self, plan: RowPlan) -> RowSet:
         protected = np.flatnonzero(plan.classes == RowClass.PROTECTED)

@@ -7,6 +7,7 @@ carries many small arrays: a copy costs the host more than its bytes cost the bu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,15 +69,15 @@ def upload(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
     return ArrayBatch([array]).upload(device)[0]
 
 
-def fetch(values: torch.Tensor) -> NDArray[np.float64]:
-    """fp64 values on the host. Waits for the device: only where the host's next decision needs them."""
+def fetch(values: torch.Tensor) -> NDArray[Any]:
+    """Numbers on the host, in their own dtype. Waits for the device: only where the host's next decision needs them."""
     if values.device.type != "cuda":
-        fetched: NDArray[np.float64] = values.double().numpy()
+        fetched: NDArray[Any] = values.numpy()
         return fetched
-    host = torch.empty(values.shape, dtype=torch.float64, pin_memory=True)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(values.device))
     event.synchronize()
-    arrived: NDArray[np.float64] = host.numpy()
+    arrived: NDArray[Any] = host.numpy()
     return arrived

@@ -55,8 +55,8 @@ class LayerWalk:
         """
         spec = LayerSpec(geometry=self._geometry, layer=layer, tau=tau, first_expert=self._first_expert)
         ratio = self._geometry.ratio(layer)
-        tables, cut = step.of_ratio(ratio)
-        projected = yield from self._project(spec, step, pool, streams, tables)
+        projected = yield from self._project(spec, step, pool, streams)
+        _, cut = step.of_ratio(ratio)
         if layer in observe.salience_layers:
             self._salience(spec, step, pool, projected, ratio, observe)
         counted = layer in observe.fanout_layers and spec.router is RouterKind.LEARNED
@@ -75,9 +75,7 @@ class LayerWalk:
             yield
         return outputs
 
-    def _project(
-        self, spec: LayerSpec, step: Step, pool: CachePool, streams: torch.Tensor, tables: RatioTables
-    ) -> Steps[list[Projected]]:
+    def _project(self, spec: LayerSpec, step: Step, pool: CachePool, streams: torch.Tensor) -> Steps[list[Projected]]:
         ops, layer = self._ops, spec.layer
         projected = []
         raw: list[list[torch.Tensor]] = [[] for _ in pool.tails[layer]]
@@ -89,6 +87,8 @@ class LayerWalk:
                 collected.append(ops.all_gather(rows, chunk.counts))
             projected.append(own)
             yield
+        # The host makes the tables of a ratio when a layer first needs them: by now the device has work.
+        tables, _ = step.of_ratio(self._geometry.ratio(layer))
         if tables.compress is not None:
             self._compress(spec, step, pool, raw, tables, tables.compress)
         return projected

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
 from trt_redknot.artifacts.contents import Part
+from trt_redknot.artifacts.copies import HostCopies
 from trt_redknot.artifacts.formats import ArtifactFormat, TensorCodec
 from trt_redknot.checkpoint.specs import Storage, TensorSpec, layer_specs, shared_specs
 from trt_redknot.collectives import Collectives
-from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.config.geometry import AttentionKind, ModelGeometry
 from trt_redknot.config.profile import SplitProfile
 from trt_redknot.engine.chunking import choose_chunk_rows, free_memory
 from trt_redknot.engine.context import RankContext
@@ -36,6 +37,7 @@ from trt_redknot.ops.cuda.backend import CudaOps
 from trt_redknot.ops.reference.backend import ReferenceOps
 from trt_redknot.partition import even_split
 
+_KEY_SIZE = 3.0
 # Rows of a chunk where memory is short.
 _LEAST_CHUNK = 1024
 
@@ -114,10 +116,12 @@ class StandInArtifact:
         self._stored = {part: self._random(part, shape, place) for part, shape in shapes.items()}
 
     def _random(self, part: Part, shape: tuple[int, ...], place: torch.device) -> torch.Tensor:
-        values = self.codec(part).encode(torch.randn(shape, device=place))
-        if place.type != "cpu":
-            return values.to(place)
-        return values.pin_memory() if torch.cuda.is_available() else values
+        # Random numbers and packing are a GPU's work wherever the result lies.
+        maker = place if place.type != "cpu" or not torch.cuda.is_available() else torch.device("cuda")
+        values = self.codec(part).encode(torch.randn(shape, dtype=self._form.dtype, device=maker))
+        if place.type != "cpu" or maker.type == "cpu":
+            return values
+        return HostCopies().begin(values).wait()
 
     def codec(self, part: Part) -> TensorCodec:
         g = self._geometry
@@ -151,8 +155,16 @@ def random_tensor(
     shape = spec.local_shape(rank, size)
     if spec.storage is Storage.TABLE:
         return torch.randint(0, experts, shape, dtype=torch.int32, device=device, generator=generator)
+    if spec.name.endswith("router.bias"):
+        # Experts get as many rows as random scores give them.
+        return torch.zeros(shape, device=device)
+    if spec.storage is Storage.EXACT and spec.name.endswith(("norm", "scale")):
+        # Large keys make attention choose, as a trained network's does: positions then matter.
+        norm = _KEY_SIZE if spec.name.endswith("kv_norm") else 1.0
+        return torch.empty(shape, device=device).uniform_(0.5 * norm, 1.5 * norm, generator=generator)
     if spec.storage is Storage.EXACT and not spec.name.endswith(".fn"):
-        return torch.full(shape, float(spec.name.endswith("norm")), device=device)
+        # Sinks, biases: none of them may be left out, or come twice, unseen.
+        return torch.randn(shape, device=device, generator=generator).mul_(0.5)
     stored = torch.float32 if spec.storage is Storage.EXACT else dtype
     return torch.randn(shape, dtype=stored, device=device, generator=generator).mul_(shape[-1] ** -0.5)
 
@@ -174,9 +186,20 @@ class StandInRank:
         """The same rank, with every op measured."""
         context = self.context
         meter = MeteredOps(ops=context.ops, geometry=context.geometry, clock=clock)
-        ops = cast("TorchOps", meter)
-        stages, walk = _executor(context.geometry, context.collectives, ops, self.layers, self.shared, self.ropes)
-        return dataclasses.replace(context, ops=ops, stages=stages, walk=walk), meter
+        return self._over(cast("TorchOps", meter), self.ropes), meter
+
+    def moved(self, start: int) -> RankContext:
+        """The same rank, for which position 0 is position `start`. A request of one segment is answered by the same
+        function, rounded in another frame; frames of several segments are composed from position 0. The tables must
+        reach `start` positions further than what is asked."""
+        return self._over(
+            cast("TorchOps", self.context.ops), {kind: table[start:] for kind, table in self.ropes.items()}
+        )
+
+    def _over(self, ops: TorchOps, ropes: Mapping[AttentionKind, torch.Tensor]) -> RankContext:
+        context = self.context
+        stages, walk = _executor(context.geometry, context.collectives, ops, self.layers, self.shared, ropes)
+        return dataclasses.replace(context, ops=ops, stages=stages, walk=walk)
 
 
 def make_rank(
@@ -243,7 +266,7 @@ def make_rank(
 
 def _executor(
     geometry: ModelGeometry, collectives: Collectives, ops: TorchOps, layers: list[Weights], shared: Weights,
-    ropes: RopeTables,
+    ropes: Mapping[AttentionKind, torch.Tensor],
 ) -> tuple[OpsExecutor, LayerWalk]:  # fmt: skip
     stages = OpsExecutor(geometry, layers, shared, ropes, ops)
     experts = even_split(geometry.experts, collectives.size)[collectives.rank]

@@ -123,7 +123,8 @@ def _kind(pair: PairResult) -> str:
 
 
 def _file(pair: PairResult) -> str:
-    return pair.file
+    """Up to the first dot: `nano-1024.1.jsonl` and `nano-1024.2.jsonl` are one set in two files."""
+    return pair.file.split(".", 1)[0]
 
 
 def _group(variant: Mapping[str, Any], by: str, name: str, pairs: Sequence[PairResult]) -> Group:

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trt_redknot.artifacts.build import ArtifactBuild
 from trt_redknot.artifacts.contents import PartSpec, artifact_parts
+from trt_redknot.artifacts.copies import HostCopies, HostCopy
 from trt_redknot.artifacts.formats import ArtifactFormat, TensorCodec
+from trt_redknot.artifacts.layout import file_of
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.engine.context import RankContext
@@ -22,7 +26,7 @@ from trt_redknot.engine.decode import Decoder
 from trt_redknot.engine.documents import Documents
 from trt_redknot.engine.head import logits_of
 from trt_redknot.engine.pool import CachePool, PoolRows, SequenceState
-from trt_redknot.engine.prefill import Prefill
+from trt_redknot.engine.prefill import Prefill, Prefilled
 from trt_redknot.engine.producer import Producer
 from trt_redknot.engine.step import Observation
 from trt_redknot.engine.steps import drain
@@ -41,6 +45,7 @@ class FirstToken:
     Attributes:
         seconds: model-forward entry to first token, on this rank.
         logits: fp32 [V].
+        asked: fp32 [k, V] of the positions that were asked for; made after the clock stopped.
         late_s: of it, waiting for artifact tiles that were read ahead.
         moved: artifact bytes, by where they were found.
     """
@@ -52,6 +57,7 @@ class FirstToken:
     moved: Mapping[Tier, int]
     pool: CachePool
     state: SequenceState
+    asked: torch.Tensor | None
 
 
 @dataclass(kw_only=True)
@@ -97,6 +103,11 @@ def document_length(length: int, documents: int, *, question: int = QUESTION) ->
     return size // 128 * 128 or size
 
 
+def prompt(geometry: ModelGeometry, length: int, seed: int = 0) -> NDArray[np.int64]:
+    """The tokens of every request of this length and seed: int64 [length]."""
+    return np.random.default_rng(seed).integers(0, geometry.vocab, length)
+
+
 def first_token(
     context: RankContext,
     segments: Sequence[Segment],
@@ -104,12 +115,16 @@ def first_token(
     policy: ReusePolicy | None,
     *,
     room: int = 1,
+    asked: NDArray[np.int64] | None = None,
+    seed: int = 0,
 ) -> FirstToken:
     """One prefill. Collective.
 
     Args:
         artifacts: by segment; not read where `policy` is None.
         room: tokens the cache has place for after the prompt.
+        asked: int64 [k], positions whose logits are wanted besides the last one's; they must run in the last layer.
+        seed: of the prompt.
     """
     geometry, length = context.geometry, segments[-1].stop
     size = PoolRows.of_sequence(geometry, length + room, len(segments))
@@ -122,23 +137,32 @@ def first_token(
         source=source,
     )  # fmt: skip
     try:
-        tokens = np.random.default_rng(0).integers(0, geometry.vocab, length)
+        tokens = prompt(geometry, length, seed)
         context.collectives.barrier()
         _finish(context.device)
         started = time.perf_counter()
         observe = Observation(fanout_layers=context.profile.reusable)
         prefilled = drain(Prefill(context, pool, state, tokens, documents, policy, observe).run())
-        last = int(np.flatnonzero(prefilled.rows.positions == length - 1)[0])
-        logits = logits_of(context.stages, context.collectives, geometry, prefilled.streams, prefilled.rows, [last])[0]
+        logits = _logits_at(context, prefilled, np.array([length - 1]))[0]
         int(logits.argmax())
         seconds = time.perf_counter() - started
         late = sum(source.lateness())
+        more = None if asked is None else _logits_at(context, prefilled, asked)
     finally:
         documents.close()
     return FirstToken(
         seconds=seconds, logits=logits, plan=prefilled.plan, late_s=late, moved=dict(source.moved), pool=pool,
-        state=state,
+        state=state, asked=more,
     )  # fmt: skip
+
+
+def _logits_at(context: RankContext, prefilled: Prefilled, positions: NDArray[np.int64]) -> torch.Tensor:
+    """fp32 [k, V]. Collective."""
+    order = np.argsort(prefilled.rows.positions)
+    chosen = order[np.searchsorted(prefilled.rows.positions, positions, sorter=order)]
+    return logits_of(
+        context.stages, context.collectives, context.geometry, prefilled.streams, prefilled.rows, chosen.tolist()
+    )
 
 
 def time_arms(
@@ -171,17 +195,6 @@ def time_arms(
             del found
             turn_done()
     return times
-
-
-def distance(context: RankContext, length: int, documents: int) -> float:
-    """How far a request whose documents are all protected is from recomputation: |a - b| / |b| of first logits.
-
-    No artifact is read. What differs is the segment table: rotations, visibility, pooling at segment borders.
-    """
-    segments = segment_table(length, documents, reuse=True)
-    protected = first_token(context, segments, {}, ReusePolicy(protect="all")).logits
-    recomputed = first_token(context, segment_table(length, documents, reuse=False), {}, None).logits
-    return float((protected - recomputed).norm() / recomputed.norm())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,28 +242,46 @@ def decode_rate(
 
 
 class _Unwritten:
-    """Takes an artifact's tensors as the store would, encoded and in host memory, and writes none of them."""
+    """Takes an artifact's tensors as the store does, up to the encoded tensors of a whole file in host memory, and
+    writes none of them."""
 
-    def __init__(self, specs: Sequence[PartSpec], form: ArtifactFormat, geometry: ModelGeometry) -> None:
+    def __init__(self, specs: Sequence[PartSpec], form: ArtifactFormat, geometry: ModelGeometry, rank: int) -> None:
         self.specs = tuple(specs)
         self.bytes = 0
         self._form = form
         self._geometry = geometry
+        self._rank = rank
+        self._parts = Counter(file_of(spec, rank) for spec in specs)
+        self._copies = HostCopies()
+        self._open: dict[str, list[HostCopy]] = {}
 
     def add(self, spec: PartSpec, tensor: torch.Tensor) -> None:
-        self.bytes += TensorCodec.of(spec, self._form, self._geometry).encode(tensor).nbytes
+        path = file_of(spec, self._rank)
+        parts = self._open.setdefault(path, [])
+        parts.append(self._copies.begin(TensorCodec.of(spec, self._form, self._geometry).encode(tensor)))
+        self.bytes += parts[-1].nbytes
+        if len(parts) == self._parts[path]:
+            for part in self._open.pop(path):
+                part.wait()
 
 
-def build_seconds(context: RankContext, tokens: int, form: ArtifactFormat) -> tuple[float, int]:
-    """Seconds to make one document's artifact up to encoded tensors in host memory, and this rank's bytes of it.
+def build_seconds(context: RankContext, tokens: int, form: ArtifactFormat, *, repeat: int = 2) -> tuple[float, int]:
+    """Seconds to make one document's artifact up to encoded tensors in host memory, after one that is not timed: the
+    median, and this rank's bytes of it. Collective.
 
     Writing to the store is not in it: `benches/bench_store.py` measures disks.
     """
+    made = [_build(context, tokens, form, seed) for seed in range(repeat + 1)]
+    return statistics.median(seconds for seconds, _ in made[1:]), made[-1][1]
+
+
+def _build(context: RankContext, tokens: int, form: ArtifactFormat, seed: int) -> tuple[float, int]:
     geometry = context.geometry
     specs = artifact_parts(geometry, context.profile, tokens, context.collectives.size)
-    target = _Unwritten(specs, form, geometry)
+    target = _Unwritten(specs, form, geometry, context.collectives.rank)
     pool = CachePool(geometry, Producer.size(geometry, tokens), dtype=context.dtype, device=context.device)
-    ids = np.random.default_rng(1).integers(0, geometry.vocab, tokens)
+    ids = np.random.default_rng(seed).integers(0, geometry.vocab, tokens)
+    context.collectives.barrier()
     _finish(context.device)
     started = time.perf_counter()
     producer = Producer(context, cast("ArtifactBuild", target), ids, pool)

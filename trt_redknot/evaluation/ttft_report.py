@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,43 @@ def print_run(out: Output, run: dict[str, Any]) -> None:
                 f"{arm['ledgers']['token_rows']['share']:.1%}", f"{max(arm['late_s'], default=0.0):.4f}",
                 f"{arm['share_of_roofline']:.0%}",
             )  # fmt: skip
-    out.show(arms, *(_stages(length, name) for length in run["lengths"][-1:] for name in length["arms"]), _cold(run))
+    out.show(
+        arms,
+        *(_stages(length, name) for length in run["lengths"][-1:] for name in length["arms"]),
+        _cold(run),
+        _memory(run),
+    )
+
+
+def print_check(out: Output, run: dict[str, Any]) -> None:
+    """The table of what the check found before anything was timed."""
+    for check in run["check"]:
+        table = Table(
+            title=f"Protected rows against recomputation, {check['routers']} routers, {check['runs']} prompts; "
+            f"{check['prefix_equal']:.0%} of the first document's rows equal bit for bit"
+        )
+        for column in ("segment", "rows", "protected rms", "recomputed rms", "protected largest", "recomputed largest"):
+            table.add_column(column, justify="right")
+        places = [*((str(index), each) for index, each in enumerate(check["segments"])), ("reuse", check["reused"])]
+        for place, segment in places:
+            protected, recomputed = segment["protected"], segment["recomputed"]
+            table.add_row(
+                place, f"{segment['rows']:,}", f"{protected['rms']:.5f}", f"{recomputed['rms']:.5f}",
+                f"{protected['largest']:.5f}", f"{recomputed['largest']:.5f}",
+            )  # fmt: skip
+        out.show(table)
+        for fault in check["faults"]:
+            out.note(fault)
+
+
+def _memory(run: dict[str, Any]) -> Table:
+    table = Table(title="Peak memory of the GPU")
+    for column in ("length", "torch GiB", "nvidia-smi GiB"):
+        table.add_column(column, justify="right")
+    for length in run["lengths"]:
+        driver = length["driver_peak_gib"]
+        table.add_row(f"{length['length']:,}", f"{length['peak_gib']:.1f}", "-" if driver is None else f"{driver:.1f}")
+    return table
 
 
 def _stages(length: dict[str, Any], name: str) -> Table:
@@ -131,19 +168,28 @@ def _speed_ups(run: dict[str, Any]) -> Markup:
 
 
 def _waterfalls(run: dict[str, Any]) -> list[Markup]:
-    charts = []
+    charts, drawn = [], _longest_stages(run)
     for length in run["lengths"]:
-        rows = {name: _parts(arm) for name, arm in length["arms"].items()}
+        rows = {name: _parts(arm, drawn) for name, arm in length["arms"].items()}
         frame = Frame(
             title=f"Where the time goes at {length['length']:,} tokens",
-            note=f"{Evidence(run['evidence']).value}: a pass with every op timed, which is slower than one without",
+            note=f"{Evidence(run['evidence']).value}: one more pass with every op timed, without what lies between ops",
             unit="s",
         )
         charts.append(spans(frame, rows))
     return charts
 
 
-def _parts(arm: dict[str, Any]) -> dict[str, float]:
-    stages = arm["stages"]
-    parts = {line["op"]: line["seconds"] for line in stages[:_DRAWN]}
-    return {**parts, "other ops": sum(line["seconds"] for line in stages[_DRAWN:])}
+def _longest_stages(run: dict[str, Any]) -> list[str]:
+    """The stages that take most of a run, in that order: one colour has one meaning in all its charts."""
+    taken: Counter[str] = Counter()
+    for length in run["lengths"]:
+        for arm in length["arms"].values():
+            taken.update({line["op"]: line["seconds"] for line in arm["stages"]})
+    return [op for op, _ in taken.most_common(_DRAWN)]
+
+
+def _parts(arm: dict[str, Any], drawn: Sequence[str]) -> dict[str, float]:
+    seconds = {line["op"]: line["seconds"] for line in arm["stages"]}
+    parts = {op: seconds.pop(op, 0.0) for op in drawn}
+    return {**parts, "other ops": sum(seconds.values())}

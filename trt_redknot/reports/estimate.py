@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ from rich.table import Table
 from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
+from trt_redknot.reports.fitting import Fit, fits_of
 from trt_redknot.reports.footprint import TOKENS_PER_ARTIFACT_UNIT, Estimate, WeightDtype, estimate
 
 if TYPE_CHECKING:
@@ -37,15 +38,22 @@ def show_estimate(
     artifact_format: ArtifactFormat,
     length: int,
     chunk_rows: int,
+    experts: str,
+    memory: tuple[int, str],
     as_json: bool,
     more: Mapping[str, object] | None = None,
-) -> None:
+) -> str:
     """Print what a rank of an engine would need, as tables or as JSON.
+
+    Returns:
+        in a sentence, whether that has room in the GPU's memory: to be the last thing that a person reads.
 
     Args:
         dtype: name of the torch dtype of activations and caches.
         artifact_format: the format that is marked as the chosen one.
         length: tokens of one request.
+        experts: how experts are held, ``same`` or ``fp8``.
+        memory: bytes of a GPU, and what to call it.
         more: further keys of the JSON object.
 
     Raises:
@@ -59,10 +67,14 @@ def show_estimate(
         chunk_rows=chunk_rows,
         activation_dtype=getattr(torch, dtype),
     )
+    size, gpu = memory
+    fits = fits_of(geometry, result, dtype=dtype, experts=experts, memory=size)
     if as_json:
-        out.json(result.to_json() | {"artifact_format": artifact_format.value} | dict(more or {}))
+        fitting = {"gpu": gpu, "fits": [fit.to_json() for fit in fits]}
+        out.json(result.to_json() | {"artifact_format": artifact_format.value, "memory": fitting} | dict(more or {}))
     else:
-        out.show(*estimate_tables(result, artifact_format))
+        out.show(*estimate_tables(result, artifact_format), _fitting(result, fits, gpu))
+    return _verdict(result, fits[0], gpu)
 
 
 def estimate_tables(result: Estimate, chosen: ArtifactFormat | None = None) -> list[Table]:
@@ -91,6 +103,33 @@ def _artifacts(result: Estimate, chosen: ArtifactFormat | None) -> Table:
         everything = size.common + result.tp_size * size.rank
         mark = " (chosen)" if form == chosen else ""
         table.add_row(form + mark, human_bytes(size.common), human_bytes(size.rank), human_bytes(everything))
+    return table
+
+
+def _verdict(result: Estimate, fit: Fit, gpu: str) -> str:
+    what = f"{result.name} at TP {result.tp_size} in {fit.dtype}" + (
+        " with FP8 experts" if fit.experts == "fp8" else ""
+    )
+    if fit.fits:
+        return f"{what} fits into {human_bytes(fit.memory)} ({gpu}), with {human_bytes(fit.memory - fit.total)} left."
+    more = "with no number of ranks" if fit.smallest is None else f"from {fit.smallest} ranks on"
+    room, needed = human_bytes(fit.memory), human_bytes(fit.total)
+    return f"{what} DOES NOT FIT into {room} ({gpu}): a rank needs {needed}. It fits {more}."
+
+
+def _fitting(result: Estimate, fits: Sequence[Fit], gpu: str) -> Table:
+    table = Table(
+        title=f"{result.name}: a rank of TP {result.tp_size} in {human_bytes(fits[0].memory)} ({gpu}), "
+        f"with one request of {result.length:,} tokens"
+    )
+    for column in ("engine", "weights", "request", "total", "", "fits from"):
+        table.add_column(column, justify="left" if column in ("engine", "") else "right")
+    for index, fit in enumerate(fits):
+        table.add_row(
+            f"{fit.dtype}, experts {fit.experts}" + (" (chosen)" if index == 0 else ""), human_bytes(fit.weights),
+            human_bytes(fit.request), human_bytes(fit.total), "fits" if fit.fits else "does not fit",
+            "-" if fit.smallest is None else f"TP {fit.smallest}",
+        )  # fmt: skip
     return table
 
 

@@ -133,13 +133,14 @@ def estimate(
         length=length,
         chunk_rows=chunk_rows,
         activation_dtype=str(activation_dtype).removeprefix("torch."),
-        weights=_weights(geometry, tp_size),
+        weights=weight_bytes(geometry, tp_size),
         artifacts={form.value: _artifacts(geometry, profile, tp_size, form) for form in ArtifactFormat},
-        runtime=_runtime(geometry, tp_size, length, min(chunk_rows, length), activation_dtype.itemsize),
+        runtime=runtime_bytes(geometry, tp_size, length, min(chunk_rows, length), activation_dtype),
     )
 
 
-def _weights(geometry: ModelGeometry, tp_size: int) -> dict[str, dict[str, int]]:
+def weight_bytes(geometry: ModelGeometry, tp_size: int) -> dict[str, dict[str, int]]:
+    """Class of tensors -> dtype -> bytes of a rank."""
     totals: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(map(str, WeightDtype), 0))
     for spec in _all_specs(geometry):
         for dtype in WeightDtype:
@@ -179,8 +180,9 @@ def _artifacts(geometry: ModelGeometry, profile: SplitProfile, tp_size: int, for
     return ArtifactBytes(common=common, rank=rank)
 
 
-def _runtime(geometry: ModelGeometry, tp_size: int, length: int, chunk: int, itemsize: int) -> RuntimeBytes:
-    g = geometry
+def runtime_bytes(geometry: ModelGeometry, tp_size: int, length: int, chunk: int, dtype: torch.dtype) -> RuntimeBytes:
+    """Caches and activations of a rank for one request of `length` tokens, `chunk` rows at a time, in `dtype`."""
+    g, itemsize = geometry, dtype.itemsize
     entries = sum(length // g.ratio(layer) for layer in range(g.layers) if g.ratio(layer))
     attention = _attention_stage(g, tp_size, length, chunk, itemsize)
     experts = _expert_stage(g, tp_size, chunk, itemsize)

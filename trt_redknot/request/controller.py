@@ -135,9 +135,30 @@ def select_rows(
     I_top takes the best `top_entries` windows among those nothing else protects, so it holds at least the rows of the
     `top_entries` best entries overall. The budget then activates the best of what is left.
     """
-    flags = flags.copy()
     windows = candidates(segments, flags, window)
     order = np.arange(len(windows.starts)) if scores is None else np.argsort(-scores[windows.entries], kind="stable")
+    return select_windows(
+        segments, flags, policy, windows=windows, order=order, live_scores=live_scores, top_entries=top_entries
+    )
+
+
+def select_windows(
+    segments: Sequence[Segment],
+    flags: NDArray[np.uint8],
+    policy: ReusePolicy | None,
+    *,
+    windows: Candidates,
+    order: NDArray[np.int64],
+    live_scores: bool,
+    top_entries: int,
+) -> RowPlan:
+    """`select_rows` where the candidates are ranked already.
+
+    Args:
+        windows: what `candidates` found.
+        order: int64 [C], the candidates, best first; equal ones in request order.
+    """
+    flags = flags.copy()
     top = order[: top_entries if live_scores else 0]
     flags[_rows_of(windows, top)] |= int(Protection.TOP_ENTRIES)
     rest = order[len(top) :]

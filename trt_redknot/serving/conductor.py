@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trt_redknot.artifacts.faults import build_command
 from trt_redknot.artifacts.identity import TpGeometry
 from trt_redknot.config.documents import parse_json_object
 from trt_redknot.engine.engine import Engine
@@ -33,7 +34,6 @@ _MESSAGES = {
     ServingFault.CANCELLED: "the client lost interest",
     ServingFault.DEADLINE: "the request's deadline passed",
     ServingFault.SHUTTING_DOWN: "the service ends",
-    ServingFault.MISSING_DOCUMENT: "a document of the request is not in the store, and the request refuses to go on",
     ServingFault.TOO_LARGE: "the request does not fit into the service's cache. Shorten it, or serve with more "
     "cache_tokens",
 }
@@ -126,6 +126,8 @@ class Conductor:
         match outcome:
             case Agreed():
                 job.fault = self.scheduler.admitted(job, outcome.size, outcome.tokens, outcome.reason)
+                if job.fault is ServingFault.MISSING_DOCUMENT:
+                    job.message = self._missing(job, outcome.refused)
             case Failed(busy=True) if job.phase is Phase.BUILDING and self.scheduler.busy(job, self.clock()):
                 pass
             case Failed() if job.phase is Phase.BUILDING and job.request is not None:
@@ -169,6 +171,17 @@ class Conductor:
             self.scheduler.finished(job)
             report = self._report(job, {"documents": documents})
             self._done(job, DoneEvent(tokens=(), text=None, tail="", finish_reason="built", report=report))
+
+    def _missing(self, job: Job, refused: int | None) -> str:
+        """Which document a request refuses to go on without, and how it gets there."""
+        assert refused is not None
+        artifact_id, store = job.artifact_ids[refused], self.stores[job.tenant]
+        command = build_command(store.root, store.namespace, self.scheduler.config.engine)
+        return (
+            f"document {refused} of the request, counted from 0, is not in the store, expected artifact {artifact_id}, "
+            f"in {store.root / store.namespace}, and the request says to refuse then. Build it: {command}, or send it "
+            'with "missing": "build" or "recompute"'
+        )
 
     def _size(self, tenant: str, artifact_id: str) -> int:
         """Bytes of an artifact's files; 0 where it is gone again or cannot be looked at."""

@@ -39,9 +39,19 @@ _STOP_S = 10.0
 
 
 class Orchestrator:
-    """Ranks under an mpirun of our own, offered as one service. Any thread may call. Open one with :meth:`open`."""
+    """Ranks under an mpirun of our own, offered as one service. Any thread may call.
 
-    def __init__(self, config: ServingConfig, environment: Mapping[str, str] | None) -> None:
+    Open one with :meth:`open`. The constructor starts the ranks and returns at once; :meth:`await_ready` has to follow.
+
+    Args:
+        environment: of the ranks; left out: this process's.
+
+    Raises:
+        LaunchError: no mpirun.
+        ChannelError: no socket can be made.
+    """
+
+    def __init__(self, config: ServingConfig, environment: Mapping[str, str] | None = None) -> None:
         self._world_size = config.world_size
         self._lock = threading.Lock()
         self._ready = threading.Event()
@@ -70,13 +80,22 @@ class Orchestrator:
             ChannelError: no socket can be made.
         """
         service = cls(config, environment)
-        service._ready.wait(start_timeout_s)
-        if service._state is not State.READY:
-            reason = service._failure or service._detail or f"not ready after {start_timeout_s:g} s"
-            service._break(reason)
-            service._job.stop(0.0)
-            raise LaunchError(f"the ranks do not serve: {reason}", remedy="The ranks' own messages are in the log.")
+        service.await_ready(start_timeout_s)
         return service
+
+    def await_ready(self, timeout_s: float) -> None:
+        """Wait until the ranks serve.
+
+        Raises:
+            LaunchError: they did not in `timeout_s` seconds, refused the engine (with what they said), or `close` came
+                first. They are ended.
+        """
+        self._ready.wait(timeout_s)
+        if self._state is not State.READY:
+            reason = self._failure or self._detail or f"not ready after {timeout_s:g} s"
+            self._break(reason)
+            self._job.stop(0.0)
+            raise LaunchError(f"the ranks do not serve: {reason}", remedy="The ranks' own messages are in the log.")
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -135,13 +154,15 @@ class Orchestrator:
     def close(self) -> None:
         """End the ranks; open requests fail with `shutting_down`. No process is left behind."""
         with self._lock:
-            first = self._state in (State.READY, State.STARTING)
-            if first:
+            serving = self._state is State.READY
+            if serving or self._state is State.STARTING:
                 self._state, self._detail = State.CLOSED, "the service was closed"
-        if first:
+        if serving:
             with contextlib.suppress(ChannelError):
                 self._job.send({"op": "stop"})
-        self._job.stop(_STOP_S if first else 0.0)
+        # Ranks that still load the engine listen to nobody.
+        self._job.stop(_STOP_S if serving else 0.0)
+        self._ready.set()
         self._fail_streams(ServingFault.SHUTTING_DOWN, "the service was closed")
 
     def _cancel(self, number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 
 from trt_redknot.errors import RedKnotError
 from trt_redknot.launch import mpirun_command, mpirun_environment, session_folder
+from trt_redknot.leftovers import remove_leftovers
 from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.socket import Channel, ChannelError, Listener
 
@@ -95,8 +97,10 @@ class RankJob:
 
     def stop(self, patience_s: float) -> None:
         """End mpirun and every rank: wait `patience_s`, ask, insist. mpirun's ranks are in sessions of their own."""
+        killed = False
         for action, wait_s in ((None, patience_s), (signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _TERMINATE_S)):
             if action is not None and self._process.poll() is None:
+                killed = action is signal.SIGKILL
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, action)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -109,7 +113,11 @@ class RankJob:
         for handle in handles:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
+                select.select([handle], [], [], _TERMINATE_S)
             os.close(handle)
+        if killed:
+            # mpirun had no time to remove what its ranks had in shared memory.
+            remove_leftovers()
         for channel in channels:
             channel.close()
         self._listener.close()

@@ -37,11 +37,15 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
-    """An admission: pool rows and tokens the request needs, and why it is recomputed where it wanted reuse."""
+    """An admission: pool rows and tokens the request needs, and why it is recomputed where it wanted reuse.
+
+    `refused` is the index, among the request's artifacts, of the one that `reason` is about; None where it is of none.
+    """
 
     size: PoolRows
     tokens: int
     reason: FallbackReason | None
+    refused: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +166,7 @@ class RankRunner:
             size=Generation.size(self.engine.geometry, admitted),
             tokens=len(admitted.layout.tokens),
             reason=None if admitted.admission is None else admitted.admission.reason,
+            refused=None if admitted.admission is None else admitted.admission.refused,
         )
 
     def _advance(self, command: Advance) -> Outcome:

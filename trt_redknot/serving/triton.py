@@ -19,6 +19,7 @@ from trt_redknot.config.documents import parse_json_object
 from trt_redknot.errors import ConfigError, LaunchError, RedKnotError, RequestError
 from trt_redknot.launch import world_communicator
 from trt_redknot.serving.config import ServingConfig
+from trt_redknot.serving.ending import end_on_word
 from trt_redknot.serving.frontend import Serving
 from trt_redknot.serving.leader import Leader
 from trt_redknot.serving.messages import (
@@ -131,14 +132,30 @@ class TritonFrontEnd:
             RedKnotError: the parameters, the engine or the ranks.
         """
         mode, start_timeout_s, config = read_parameters(args["model_config"])
-        service: Serving
+        opened: list[TritonFrontEnd] = []
+
+        def close() -> None:
+            for front_end in opened:
+                front_end.close()
+
+        # Before the engine is loaded, which may take minutes.
+        follow = end_on_word(os.environ, close)
         if mode == "leader":
             _first_time_only(Path(args["model_repository"]))
-            service = Leader.open(config, world_communicator())
-        else:
-            service = Orchestrator.open(config, start_timeout_s=start_timeout_s)
-        end_with_parent(service.close)
-        return cls(service, utils)
+            opened.append(cls(Leader.open(config, world_communicator()), utils))
+            end_with_parent(close)
+            return opened[0]
+        service = Orchestrator(config)
+        opened.append(cls(service, utils))
+        end_with_parent(close)
+        try:
+            service.await_ready(start_timeout_s)
+        except LaunchError:
+            close()
+            # What Triton does with the error keeps Python from running.
+            follow()
+            raise
+        return opened[0]
 
     def is_ready(self) -> bool:
         return self._service.health().ready

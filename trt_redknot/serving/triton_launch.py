@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import click
 
 from trt_redknot.cli.command import run_command
-from trt_redknot.engine.manifest import read_manifest
 from trt_redknot.errors import ConfigError, LaunchError
 from trt_redknot.launch import find_mpirun, mpirun_environment, session_folder
-from trt_redknot.serving.parent import die_with_parent
+from trt_redknot.leftovers import region_prefix, remove_leftovers, remove_regions
+from trt_redknot.serving.ending import FrontEnds
+from trt_redknot.serving.running import run_until_ended
 from trt_redknot.serving.triton_install import TritonInstall, find_triton
 from trt_redknot.serving.triton_repository import MODEL, write_repository
 
@@ -57,13 +54,15 @@ class Endpoints:
 
 
 def server_command(
-    install: TritonInstall, repository: Path, endpoints: Endpoints, *, exit_timeout_s: int, extra: Sequence[str] = ()
-) -> list[str]:
-    """tritonserver with every setting that matters here."""
+    install: TritonInstall, repository: Path, endpoints: Endpoints, *, regions: str, exit_timeout_s: int,
+    extra: Sequence[str] = (),
+) -> list[str]:  # fmt: skip
+    """tritonserver with every setting that matters here. `regions` begins the names of what it has in shared memory."""
     return [
         str(install.server),
         f"--model-repository={repository}",
         f"--backend-directory={install.backends}",
+        f"--backend-config=python,shm-region-prefix-name={regions}",
         f"--http-address={endpoints.host}",
         f"--grpc-address={endpoints.host}",
         f"--metrics-address={endpoints.host}",
@@ -90,58 +89,6 @@ def leader_command(server: Sequence[str], install: TritonInstall, world_size: in
         worker = [str(install.interpreter), "-m", "mpi4py", "-m", "trt_redknot.serving", "worker"]
         command += [":", "-n", str(world_size - 1), *worker]
     return command
-
-
-def run_until_ended(command: Sequence[str], environment: Mapping[str, str], server: Path) -> int:
-    """Run a server to its end: signals to end go to it, and it is ended when this process dies.
-
-    Args:
-        server: the program that is told to end; `command` is it, or starts it.
-
-    Returns:
-        its exit status; 128 + the signal where one ended it.
-
-    Raises:
-        LaunchError: it cannot be started.
-    """
-    started: list[int] = []
-    told = False
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal told
-        told = True
-        for pid in started:
-            # Told by mpirun to end, the server would not get to finish what is open.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(_running(server, pid) or pid, signal.SIGTERM)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        process = subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, preexec_fn=die_with_parent()
-        )
-        started.append(process.pid)
-        if told:
-            process.terminate()
-        status = process.wait()
-        started.clear()
-    except OSError as error:
-        raise LaunchError(f"the server cannot be started: {error.strerror or error}", path=command[0]) from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return status if status >= 0 else 128 - status
-
-
-def _running(program: Path, parent: int) -> int | None:
-    """The child of `parent` that runs `program`."""
-    # A process that ends at this moment takes its folder along.
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{parent}/task").iterdir():
-            for child in (thread / "children").read_text(encoding="ascii").split():
-                if Path(f"/proc/{child}/exe").samefile(program):
-                    return int(child)
-    return None
 
 
 def _settings(pairs: Sequence[str]) -> dict[str, str]:
@@ -186,6 +133,8 @@ def serve(
     dry_run: bool, extra: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Serve an engine from Triton Inference Server until a signal ends it. EXTRA (after --) goes to tritonserver."""
+    from trt_redknot.engine.manifest import read_manifest
+
     manifest, _ = read_manifest(engine)
     install = find_triton(server, backends)
     named = _settings(settings)
@@ -201,7 +150,10 @@ def serve(
     try:
         write_repository(folder.resolve(), named | parameters)
         endpoints = Endpoints(host=host, http=http_port, grpc=grpc_port, metrics=metrics_port)
-        command = server_command(install, folder.resolve(), endpoints, exit_timeout_s=exit_timeout_s, extra=extra)
+        regions = region_prefix()
+        command = server_command(
+            install, folder.resolve(), endpoints, regions=regions, exit_timeout_s=exit_timeout_s, extra=extra
+        )
         if mode == "leader":
             command = leader_command(command, install, manifest.tp_size)
         if not dry_run:
@@ -214,7 +166,13 @@ def serve(
         if mode == "leader":
             environment |= session_folder(scratch)
         environment["PRTE_MCA_odls_base_sigkill_timeout"] = str(_JOB_END_S)
-        return run_until_ended(command, environment, install.server)
+        remove_leftovers()
+        front_ends = FrontEnds()
+        try:
+            return run_until_ended(command, environment | front_ends.environment, install.server, front_ends)
+        finally:
+            front_ends.close()
+            remove_regions(regions)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -5,10 +5,9 @@
 //
 // A tile is 64 keys. Four warps find them and copy them as they lie in the pool into shared memory, half of the
 // channels at a time, and turn their rope channels by the segment's frame, so that scores and sums of all segments are
-// in one frame. One warpgroup (two from 32 columns on) makes the register operands of wgmma from them, once as rows of
-// keys for the scores, once transposed for the output. Only q and the probabilities are read from shared memory by the
-// matrix units. With two warpgroups each computes the scores of half of the columns and the output of half of the
-// channels.
+// in one frame. One warpgroup (two from 32 columns on) multiplies. The matrix units read keys, q and the probabilities
+// from shared memory, except that the codes of a packed pool become fp16 register operands, transposed, for the output.
+// With two warpgroups each computes the scores of half of the columns and the output of half of the channels.
 
 #include "common/check.h"
 #include "common/ptx.cuh"
@@ -48,14 +47,20 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   if (int const column = threadIdx.x; column < T::kColumns) {
     int const row = column / unit.heads;
     shared.column_row[column] = row < unit.rows ? row : -1;
+    int const head = unit.head + column - row * unit.heads;
+    shared.sink[column] =
+        row < unit.rows ? 1.4426950408889634f * __ldg(head < op.global_heads ? op.sinks_global + head
+                                                                             : op.sinks_local + head - op.global_heads)
+                        : 0.0f;
   }
   if (threadIdx.x == 0) {
+    ptx::barrier_init(ptx::shared_address(&shared.drained), T::kWorkers);
 #pragma unroll
     for (int stage = 0; stage < T::kStages; ++stage) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         ptx::barrier_init(ptx::shared_address(&shared.full[stage][half]), 64 * T::kLoaders);
-        ptx::barrier_init(ptx::shared_address(&shared.empty[stage][half]), T::kWorkers / 32);
+        ptx::barrier_init(ptx::shared_address(&shared.empty[stage][half]), T::kWorkers);
       }
     }
   }

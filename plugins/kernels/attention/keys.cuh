@@ -115,17 +115,20 @@ class Keys {
     group.least_visible = __reduce_min_sync(~0u, mine ? visible : INT32_MAX);
     bool const entries = op_.entries != nullptr && group.segments > 0;
     int64_t const* columns = op_.segments + int64_t{group.first_segment} * kColumnCount;
-    group.first_entry = entries ? narrow(__ldg(columns + kEntry)) : 0;
-    int const most = __reduce_max_sync(~0u, mine ? visible : INT32_MIN);
-    group.most_visible = entries && group.first_entry >= 0
-                             ? static_cast<int>(max(int64_t{0}, min(int64_t{most}, op_.entry_rows - group.first_entry)))
-                             : 0;
+    // Of the first segment; on its way together with the others.
+    int const first_column = group.segments > 0 && lane < kColumnCount ? narrow(__ldg(columns + lane)) : 0;
     constexpr int kHeld = sizeof(table_.segments[0]) / sizeof(int32_t);
     if (group.segments <= kHeld) {
       for (int i = lane; i < group.segments * kColumnCount; i += 32) {
         table_.segments[i % kColumnCount][i / kColumnCount] = narrow(__ldg(columns + i));
       }
     }
+    int const start = __shfl_sync(~0u, first_column, kStart), entry = __shfl_sync(~0u, first_column, kEntry);
+    group.first_entry = entries ? entry : 0;
+    int const most = __reduce_max_sync(~0u, mine ? visible : INT32_MIN);
+    group.most_visible = entries && group.first_entry >= 0
+                             ? static_cast<int>(max(int64_t{0}, min(int64_t{most}, op_.entry_rows - group.first_entry)))
+                             : 0;
     int rank = 0;
     for (int row = begin; row < group.end; ++row) {
       int const theirs = __shfl_sync(~0u, position, row);
@@ -136,7 +139,7 @@ class Keys {
     if (lane == 0) {
       int count = 0, slots = 0;
       if (group.segments > 0) {
-        int const floor = static_cast<int>(max(int64_t{INT32_MIN} + op_.window, __ldg(columns + kStart)));
+        int const floor = max(INT32_MIN + op_.window, start);
         for (int i = 0; i < group.end - begin; ++i) {
           int const high = table_.sorted[i] + 1, low = max(high - op_.window, floor);
           if (low >= high) continue;

@@ -29,36 +29,27 @@ class Loader {
   __device__ __forceinline__ void fill() {
     window_tiles_ = shared_.window_tiles;
     int const tiles = shared_.tiles;
-    int64_t selected[kPerLane];
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) selected[i] = announce(0, i);
+    int64_t selected = announce(0);
     for (int tile = 0; tile < tiles; ++tile) {
-      Key key[kPerLane];
-      bool turned = false, absent = false;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        key[i] = resolve(tile, i, selected[i]);
-        selected[i] = announce(tile + 1, i);
-        turned |= key[i].frame != 0;
-        absent |= key[i].x == kNoKey;
-      }
+      Key const key = resolve(tile, selected);
+      selected = announce(tile + 1);
+      uint2 const scales =
+          T::kPacked ? __ldg(reinterpret_cast<uint2 const*>(key.latent + kLatentScaleOffset)) : uint2{};
+      int const largest = T::kPacked ? largest_scale(scales) : 0;
+      bool const turned = __any_sync(~0u, key.frame != 0), absent = __any_sync(~0u, key.x == kNoKey);
       Stage<T>& stage = shared_.stages[cursor_.stage];
       uint32_t const full = ptx::shared_address(shared_.full[cursor_.stage]);
       uint32_t const empty = ptx::shared_address(shared_.empty[cursor_.stage]);
       uint32_t const rows = ptx::shared_address(stage.rows);
-      int const largest = T::kPacked ? largest_scale(key) : 0;
-      turned = __any_sync(~0u, turned);
-      absent = __any_sync(~0u, absent);
+      int const slot = place();
       Group const& group = shared_.table.group;
       bool const whole = group.begin == 0 && group.end == unit_.rows;
       bool const seen = tile >= window_tiles_ && whole &&
                         (op_.selected != nullptr || (tile + 1 - window_tiles_) * kTileKeys <= group.least_visible);
       ptx::barrier_wait(empty, cursor_.parity ^ 1);
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        stage.frame[slot(i)] = key[i].frame;
-        stage.x[slot(i)] = key[i].x;
-      }
+      stage.frame[slot] = key.frame;
+      stage.x[slot] = key.x;
+      if constexpr (T::kPacked) stage.scales[slot] = scales;
       if (lane_ == 0) {
         stage.source = tile < window_tiles_      ? Source::kWindow
                        : op_.selected != nullptr ? Source::kSelected
@@ -66,17 +57,11 @@ class Loader {
         stage.largest[warp_] = largest;
         stage.masked[warp_] = absent || !seen;
       }
-      if constexpr (T::kPacked) {
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-          ptx::copy_async_8(rows + slot(i) * T::kStride + kLatentScaleOffset, key[i].latent + kLatentScaleOffset);
-        }
-      }
-      copy<0, kHalf>(key, rows);
+      copy<0, kHalf>(key.latent, rows);
       ptx::barrier_arrive_after_copies(full);
       ptx::barrier_arrive(full);
       ptx::barrier_wait(empty + sizeof(uint64_t), cursor_.parity ^ 1);
-      copy<kHalf, kEnd>(key, rows);
+      copy<kHalf, kEnd>(key.latent, rows);
       ptx::barrier_arrive_after_copies(full + sizeof(uint64_t));
       if (turned) turn(stage);
       ptx::barrier_arrive(full + sizeof(uint64_t));
@@ -85,9 +70,8 @@ class Loader {
   }
 
  private:
-  static constexpr int kOwnKeys = kTileKeys / T::kLoaders;
-  static constexpr int kPerLane = kOwnKeys > 32 ? kOwnKeys / 32 : 1;
-  static constexpr int kLanes = kOwnKeys / kPerLane;                  // lanes past them look for the same keys again
+  static constexpr int kOwnKeys = kTileKeys / T::kLoaders;  // lanes past them look for the same keys again
+  static_assert(kOwnKeys == 16);
   static constexpr int kHalf = T::kPacked ? kHeadDim / 2 : kHeadDim;  // bytes of the first half of the channels
   static constexpr int kEnd = T::kPacked ? kLatentScaleOffset : 2 * kHeadDim;  // of all channels
 
@@ -99,8 +83,8 @@ class Loader {
   int window_tiles_ = 0;
   Cursor<T::kStages> cursor_;
 
-  // Place in the tile of this lane's i-th key.
-  __device__ __forceinline__ int slot(int i) const { return warp_ * kOwnKeys + i * kLanes + lane_ % kLanes; }
+  // Place in the tile's sequence of keys of this lane's key.
+  __device__ __forceinline__ int place() const { return warp_ * kOwnKeys + lane_ % kOwnKeys; }
 
   __device__ __forceinline__ void find(int begin) {
     int const row = min(lane_, unit_.rows - 1);
@@ -118,40 +102,32 @@ class Loader {
   }
 
   // The selected entry that `resolve` will need.
-  __device__ __forceinline__ int64_t announce(int tile, int i) const {
-    int const place = (tile - window_tiles_) * kTileKeys + slot(i);
-    return op_.selected != nullptr && place >= 0 && place < op_.top_k
-               ? __ldg(op_.selected + int64_t{unit_.row} * op_.top_k + place)
+  __device__ __forceinline__ int64_t announce(int tile) const {
+    int const number = (tile - window_tiles_) * kTileKeys + place();
+    return op_.selected != nullptr && number >= 0 && number < op_.top_k
+               ? __ldg(op_.selected + int64_t{unit_.row} * op_.top_k + number)
                : -1;
   }
 
-  __device__ __forceinline__ Key resolve(int tile, int i, int64_t selected) const {
+  __device__ __forceinline__ Key resolve(int tile, int64_t selected) const {
     Group const& group = shared_.table.group;
-    if (tile < window_tiles_) return keys_.in_window(tile * kTileKeys + slot(i));
+    if (tile < window_tiles_) return keys_.in_window(tile * kTileKeys + place());
     if (op_.selected != nullptr) {
       // Entries that the row does not see yet are dropped.
       int64_t const limit = int64_t{group.first_entry} + group.most_visible;
       if (selected < group.first_entry || selected >= limit) return keys_.none();
       return keys_.at_entry(static_cast<int>(selected), 0);
     }
-    int const x = (tile - window_tiles_) * kTileKeys + slot(i);
+    int const x = (tile - window_tiles_) * kTileKeys + place();
     return x < group.most_visible ? keys_.at_entry(group.first_entry + x, x) : keys_.none();
   }
 
-  __device__ __forceinline__ int largest_scale(Key const (&key)[kPerLane]) const {
+  static __device__ __forceinline__ int largest_scale(uint2 scales) {
     int most = 0;
-    uint2 words[kPerLane];
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      words[i] = __ldg(reinterpret_cast<uint2 const*>(key[i].latent + kLatentScaleOffset));
-    }
 #pragma unroll
     for (int block = 0; block < kBlocks - 1; ++block) {
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        uint32_t const word = block < 4 ? words[i].x : words[i].y;
-        most = max(most, static_cast<int>(word >> (8 * (block & 3)) & 0xff));
-      }
+      uint32_t const word = block < 4 ? scales.x : scales.y;
+      most = max(most, static_cast<int>(word >> (8 * (block & 3)) & 0xff));
     }
     return __reduce_max_sync(~0u, most);
   }
@@ -167,11 +143,11 @@ class Loader {
     for (int i = 0; i < kOwnKeys; i += 8) {
       int const key = warp_ * kOwnKeys + i + lane_ / 4, frame = stage.frame[key];
       if (frame == 0) continue;
-      auto* at = reinterpret_cast<uint4*>(stage.rows + key * T::kStride + kRopeBytes) + lane_ % 4 * 2;
       auto const* angles = reinterpret_cast<float4 const*>(rope_at(op_, frame)) + lane_ % 4 * 4;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        uint4 const words = at[j];
+        auto* const at = reinterpret_cast<uint4*>(stage.rows + key_place(key, kRopeBytes + (lane_ % 4 * 2 + j) * 16));
+        uint4 const words = *at;
         uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
         float4 const two[2] = {__ldg(angles + 2 * j), __ldg(angles + 2 * j + 1)};
 #pragma unroll
@@ -181,32 +157,30 @@ class Loader {
           float const s = (k % 2 ? two[k / 2].w : two[k / 2].y) * inverse;
           pairs[k] = ptx::pack_bf16(x.x * c - x.y * s, x.y * c + x.x * s);
         }
-        at[j] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+        *at = {pairs[0], pairs[1], pairs[2], pairs[3]};
       }
     }
   }
 
-  // Bytes [kFrom, kTo) of this warp's keys.
+  // Bytes [kFrom, kTo) of this warp's keys, half a warp a key.
   template <int kFrom, int kTo>
-  __device__ __forceinline__ void copy(Key const (&key)[kPerLane], uint32_t rows) const {
+  __device__ __forceinline__ void copy(uint8_t const* latent, uint32_t rows) const {
+    static_assert(kFrom % kLineBytes == 0);
     constexpr int kBytes = T::kPacked ? 8 : 16;  // of one copy
-    int const own = kFrom + lane_ % 16 * kBytes;
+    auto const address = reinterpret_cast<uint64_t>(latent);
+    int const own = lane_ % 16 * kBytes;
+#pragma unroll 4
+    for (int first = 0; first < kOwnKeys; first += 2) {
+      int const key = first + lane_ / 16;
+      auto const* const from = reinterpret_cast<uint8_t const*>(__shfl_sync(~0u, address, key)) + kFrom + own;
+      uint32_t const to = rows + kFrom / kLineBytes * kLineStride + key_place(warp_ * kOwnKeys + key, own);
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      auto const address = reinterpret_cast<uint64_t>(key[i].latent);
-#pragma unroll
-      for (int pair = 0; pair < kLanes / 2; ++pair) {
-        int const source = 2 * pair + lane_ / 16;
-        auto const* from = reinterpret_cast<uint8_t const*>(__shfl_sync(~0u, address, source)) + own;
-        uint32_t const to = rows + (warp_ * kOwnKeys + i * kLanes + source) * T::kStride + own;
-#pragma unroll
-        for (int byte = 0; byte < kTo - kFrom; byte += 16 * kBytes) {
-          if (kFrom + byte + 16 * kBytes > kTo && byte + own >= kTo) continue;
-          if constexpr (T::kPacked) {
-            ptx::copy_async_8(to + byte, from + byte);
-          } else {
-            ptx::copy_async_16(to + byte, from + byte);
-          }
+      for (int byte = 0; byte < kTo - kFrom; byte += 16 * kBytes) {
+        if (kFrom + byte + 16 * kBytes > kTo && kFrom + byte + own >= kTo) continue;
+        if constexpr (T::kPacked) {
+          ptx::copy_async_8(to + byte / kLineBytes * kLineStride, from + byte);
+        } else {
+          ptx::copy_async_16(to + byte / kLineBytes * kLineStride, from + byte);
         }
       }
     }

@@ -13,7 +13,7 @@ namespace redknot {
 // Attention of rows over a segment table; meaning: trt_redknot/ops/reference/attention.py. Tensors are contiguous.
 // Rows see Global heads; the first full_rows of them see Global heads, then Local heads.
 struct SegLatentAttentionParams {
-  void const* q_global;         // bf16 [rows, global_heads, 512], normed, not rotated, |q| at most 65504
+  void const* q_global;         // bf16 [rows, global_heads, 512], normed, not rotated
   void const* q_local;          // bf16 [full_rows, local_heads, 512]
   void* out_global;             // bf16 [rows, global_heads, 512]
   void* out_local;              // bf16 [full_rows, local_heads, 512]

@@ -15,6 +15,7 @@
 #include "common/check.h"
 #include "common/cluster.cuh"
 #include "common/ptx.cuh"
+#include "common/tensor_map.h"
 #include "common/vector.cuh"
 #include "kernels/hyper_connection/one_pass.h"
 #include "kernels/hyper_connection/weights.cuh"
@@ -34,6 +35,11 @@ constexpr int kMeet = 1;          // barriers of a block
 constexpr int kReduced = 2;       // and kLag more: so many steps may be on their way to be sent
 constexpr int kLine = 28;         // floats of one source in a receive slot
 constexpr int kOwnChannels = 32;  // of a warp
+constexpr int kChunks = kOwnChannels / kVector;
+constexpr int kPanelChannels = kPanelBytes / 2;
+constexpr int kPanelChunks = kPanelBytes / 16;
+constexpr int kStageAlignment = 1024;  // of swizzled panels
+constexpr int kKeptBytes = 8 * kOwnChannels * 2;
 constexpr int kMaxSharedBytes = 227 * 1024;
 constexpr int kPending = 32;  // rows that wait for their Sinkhorn, one a lane
 constexpr int kPendingPitch = kMixes + 1;
@@ -47,33 +53,35 @@ struct Shape {
   static constexpr int kTiles = kRowTiles;
   static constexpr int kStages = kStageCount;
   static constexpr int kLag = kCollapseLag;
-  static constexpr int kFinishLag = kLag + 1;       // groups between mix and norm
-  static constexpr int kSlots = kLag <= 2 ? 4 : 8;  // groups between two uses of a receive slot
-  static_assert(kLag >= 2 && kSlots >= kLag + 2 && kStages > kLag);
+  static constexpr int kFinishLag = kLag + 1;             // groups between mix and norm
+  static constexpr int kKeepers = 2;                      // collapsed groups that a warp keeps
+  static constexpr int kSlots = kFinishLag <= 3 ? 4 : 8;  // groups between two uses of a receive slot
+  static_assert(kLag >= 2 && kSlots > kFinishLag && kStages > kLag);
   static constexpr int kRows = 8 * kTiles;
   static constexpr int kOwn = kHidden / kCluster;  // channels of a block
   static constexpr int kWarps = kOwn / kOwnChannels;
   static constexpr int kMixThreads = kWarps * kWarp;
   static constexpr int kThreads = kMixThreads + 2 * kWarp;
-  // A row of a stage: the block's channels of four streams, and 64 bytes that keep neighbours out of the same banks.
-  static constexpr int kStreamBytes = kOwn * 2;
-  static constexpr int kPitch = kStreams * kStreamBytes + 64;
-  static constexpr int kStageBytes = kRows * kPitch;
+  // A stage: panels of 64 channels; in each, rows of 128 swizzled bytes, stream after stream.
+  static constexpr int kPanels = kOwn / kPanelChannels;
+  static constexpr int kPanelSize = kStreams * kRows * kPanelBytes;
+  static constexpr int kStageBytes = kPanels * kPanelSize;
+  static_assert(kOwn % kPanelChannels == 0 && kPanelSize % kStageAlignment == 0);
   static constexpr int kPartialFloats = kWarps * kValues * kRows;
-  static constexpr int kPartials = kStages * kStageBytes;                      // [2][warps][kValues][rows]
-  static constexpr int kKept = kPartials + 2 * kPartialFloats * 4;             // [2][warps][tiles][lanes] of 16 bytes
-  static constexpr int kReceived = kKept + 2 * kMixThreads * kTiles * 16;      // [kSlots][kCluster][kLine]
-  static constexpr int kWeights = kReceived + kSlots * kCluster * kLine * 4;   // [kSlots][rows][4]
-  static constexpr int kSquareSums = kWeights + kSlots * kRows * 16;           // [kSlots][kCluster][rows]
-  static constexpr int kMixBox = kSquareSums + kSlots * kCluster * kRows * 4;  // to send: [kLag][rows][kLine]
-  static constexpr int kSquareBox = kMixBox + kLag * kRows * kLine * 4;        // to send: [kSlots][rows]
+  static constexpr int kPartials = kStages * kStageBytes;           // [2][warps][kValues][rows]
+  static constexpr int kKept = kPartials + 2 * kPartialFloats * 4;  // [kKeepers][warps][tiles] of 512 bytes
+  static constexpr int kReceived = kKept + kKeepers * kWarps * kTiles * kKeptBytes;  // [kSlots][kCluster][kLine]
+  static constexpr int kWeights = kReceived + kSlots * kCluster * kLine * 4;         // [kSlots][rows][4]
+  static constexpr int kSquareSums = kWeights + kSlots * kRows * 16;                 // [kSlots][kCluster][rows]
+  static constexpr int kMixBox = kSquareSums + kSlots * kCluster * kRows * 4;        // to send: [kLag][rows][kLine]
+  static constexpr int kSquareBox = kMixBox + kLag * kRows * kLine * 4;              // to send: [kSlots][rows]
   static constexpr int kBarriers = kSquareBox + kSlots * kRows * 4;
   static constexpr int kBarrierCount = kStages + 3 * kSlots;
   static constexpr int kWaiting = kBarriers + 8 * kBarrierCount;  // [kPending][kPendingPitch]
   static constexpr int kBytes = kWaiting + kPending * kPendingPitch * 4;
   static_assert(kHidden % (kCluster * kOwnChannels) == 0 && kRows <= kCluster && kBytes <= kMaxSharedBytes);
 };
-using Pro = Shape<7168, 1, 6, 2>;
+using Flash = Shape<4096, 2, 5, 2>;
 
 template <class S>
 struct Block {
@@ -129,9 +137,11 @@ struct Block {
   __device__ __forceinline__ float* squares(int group) const {
     return reinterpret_cast<float*>(shared + S::kSquareSums) + group % S::kSlots * kCluster * S::kRows;
   }
-  __device__ __forceinline__ uint4* kept(int group, int warp, int tile, int lane) const {
-    return reinterpret_cast<uint4*>(shared + S::kKept) + (((group & 1) * S::kWarps + warp) * S::kTiles + tile) * kWarp +
-           lane;
+  // Where eight channels (`chunk`) of a row of a warp's collapsed tile lie. Chunks are swizzled: neither eight rows of
+  // a chunk nor two whole rows share a bank.
+  __device__ __forceinline__ uint8_t* kept(int group, int warp, int tile, int row, int chunk) const {
+    return shared + S::kKept + ((group % S::kKeepers * S::kWarps + warp) * S::kTiles + tile) * kKeptBytes + row * 64 +
+           (chunk ^ row / 2) * 16;
   }
 
   __device__ void prepare() const {
@@ -149,19 +159,14 @@ struct Block {
     cluster::synchronise();
   }
 
-  // One warp starts the copies of a group. Rows past the last are copies of the last: they cost little and weigh
-  // nothing.
-  __device__ void load(int group, int lane) const {
-    if (lane == 0) cluster::barrier_expect(loaded(group), S::kRows * kStreams * S::kStreamBytes);
-    __syncwarp();
-    auto const* streams = static_cast<__nv_bfloat16 const*>(params.streams) + rank * S::kOwn;
+  // One lane starts the copies of a group. Rows past the last come as zeros.
+  __device__ __forceinline__ void load(int group, CUtensorMap const* streams) const {
+    cluster::barrier_expect(loaded(group), S::kStageBytes);
     uint32_t const target = address(group % S::kStages * S::kStageBytes);
-    int64_t const first = first_row(group);
-    for (int part = lane; part < S::kRows * kStreams; part += kWarp) {
-      int const row = part / kStreams;
-      int64_t const source = min(first + row, params.rows - 1) * kStreams + part % kStreams;
-      cluster::bulk_load(target + row * S::kPitch + part % kStreams * S::kStreamBytes, streams + source * S::kHidden,
-                         S::kStreamBytes, loaded(group));
+#pragma unroll
+    for (int panel = 0; panel < S::kPanels; ++panel) {
+      cluster::box_load(target + panel * S::kPanelSize, streams, rank * S::kOwn + panel * kPanelChannels,
+                        static_cast<int32_t>(first_row(group)), 0, loaded(group));
     }
   }
 
@@ -196,33 +201,53 @@ struct Block {
         float* const target = mix_box(step) + row * kLine + value;
         target[0] = sum.x, target[kLine] = sum.y, target[2 * kLine] = sum.z, target[3 * kLine] = sum.w;
       }
-      cluster::publish();
     }
     cluster::arrive<S::kMixThreads + kWarp>(kReduced + step % S::kLag);
   }
 };
 
-// The warp that sends: mixes of a row to the block that weighs it, squares of the collapse to all blocks.
+// The warp that sends: mixes of a row to the block that weighs it, squares of the collapse to all blocks, a quad of
+// floats a lane.
 template <class S>
-__device__ void send_sums(Block<S> const& block, int lane) {
-  for (int group = 0; group < min(S::kStages, block.count); ++group) block.load(group, lane);
-  int const peer = lane % kCluster;
+__device__ void send_sums(Block<S> const& block, CUtensorMap const* streams, int lane) {
+  if (lane == 0) {
+    for (int group = 0; group < min(S::kStages, block.count); ++group) block.load(group, streams);
+  }
+  __syncwarp();
+  constexpr int kQuads = kLine / 4;
+  constexpr int kMixItems = S::kRows * kQuads;
+  constexpr int kRowQuads = S::kRows / 4;
   for (int step = 0; step < block.count + S::kLag; ++step) {
     cluster::meet<S::kMixThreads + kWarp>(kReduced + step % S::kLag);
-    if (lane < S::kRows && block.mixes(step)) {
-      uint32_t const target = ptx::shared_address(block.received(step) + block.rank * kLine);
-      cluster::bulk_send(cluster::address_in(target, lane), ptx::shared_address(block.mix_box(step) + lane * kLine),
-                         kLine * 4, cluster::address_in(block.mixes_here(step), lane));
-    }
-    if (lane >= kWarp - kCluster && block.collapses(step)) {
-      int const of = step - S::kLag;
-      uint32_t const target = ptx::shared_address(block.squares(of) + block.rank * S::kRows);
-      cluster::bulk_send(cluster::address_in(target, peer), ptx::shared_address(block.square_box(step)), S::kRows * 4,
-                         cluster::address_in(block.squares_here(of), peer));
-    }
     // All warps are through with the streams that were collapsed.
     int const next = step - S::kLag + S::kStages;
-    if (step >= S::kLag && next < block.count) block.load(next, lane);
+    if (lane == 0 && step >= S::kLag && next < block.count) block.load(next, streams);
+    __syncwarp();
+    if (block.mixes(step)) {
+      auto const* const source = reinterpret_cast<float4 const*>(block.mix_box(step));
+      uint32_t const target = ptx::shared_address(block.received(step) + block.rank * kLine);
+      uint32_t const barrier = block.mixes_here(step);
+#pragma unroll
+      for (int first = 0; first < kMixItems; first += kWarp) {
+        int const item = first + lane;
+        if (kMixItems % kWarp != 0 && item >= kMixItems) break;
+        int const row = item / kQuads;
+        cluster::store(cluster::address_in(target + item % kQuads * 16, row), source[item],
+                       cluster::address_in(barrier, row));
+      }
+    }
+    if (block.collapses(step)) {
+      int const of = step - S::kLag;
+      auto const* const source = reinterpret_cast<float4 const*>(block.square_box(step));
+      uint32_t const target = ptx::shared_address(block.squares(of) + block.rank * S::kRows);
+      uint32_t const barrier = block.squares_here(of);
+#pragma unroll
+      for (int item = lane; item < kCluster * kRowQuads; item += kWarp) {
+        int const peer = item % kCluster;
+        int const quad = item / kCluster;
+        cluster::store(cluster::address_in(target + quad * 16, peer), source[quad], cluster::address_in(barrier, peer));
+      }
+    }
   }
 }
 
@@ -287,33 +312,31 @@ __device__ void weigh_rows(Block<S> const& block, int lane) {
   }
 }
 
-// fn of the lane's eight channels of each stream, for mixes lane / 4 + 8 k, as two bf16 terms (16 bits of mantissa).
+// fn of the lane's channels 2 q and 2 q + 1 of four chunks of eight, of each stream, for mixes lane / 4 + 8 k, as two
+// bf16 terms (16 bits of mantissa).
 template <int kHidden>
 struct Weights {
-  uint32_t high[kMixRows][kStreams][4];
-  uint32_t low[kMixRows][kStreams][4];
+  uint32_t high[kMixRows][kStreams][kChunks];
+  uint32_t low[kMixRows][kStreams][kChunks];
 
   __device__ __forceinline__ void load(float const* fn, int channel, int mix) {
 #pragma unroll
     for (int part = 0; part < kMixRows; ++part) {
 #pragma unroll
       for (int stream = 0; stream < kStreams; ++stream) {
-        float values[kVector];
-        load_floats(fn + (static_cast<int64_t>(mix + 8 * part) * kStreams + stream) * kHidden + channel, values);
+        float const* const source = fn + (static_cast<int64_t>(mix + 8 * part) * kStreams + stream) * kHidden + channel;
 #pragma unroll
-        for (int pair = 0; pair < kVector / 2; ++pair) {
-          float const left = values[2 * pair];
-          float const right = values[2 * pair + 1];
-          high[part][stream][pair] = pack_pair(left, right);
-          low[part][stream][pair] = pack_pair(left - round_bf16(left), right - round_bf16(right));
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          float2 const pair = __ldg(reinterpret_cast<float2 const*>(source + chunk * kVector));
+          high[part][stream][chunk] = pack_pair(pair.x, pair.y);
+          low[part][stream][chunk] = pack_pair(pair.x - round_bf16(pair.x), pair.y - round_bf16(pair.y));
         }
       }
     }
   }
 };
 
-// The 32 channels of one warp. Lane (g, q): channels 8 q to 8 q + 7 of them; row g of a tile where rows are concerned,
-// mixes g + 8 k where fn is.
+// The 32 channels of one warp. Lane (g, q) of a fragment: row g, or mix g + 8 k, and elements 2 q and 2 q + 1.
 template <class S>
 struct Slice {
   Block<S> const& block;
@@ -321,7 +344,7 @@ struct Slice {
   int const lane;
   int const group;
   int const quad;
-  int const channel;  // of the first of eight
+  int const first;  // channel of the warp
   Weights<S::kHidden> weights;
 
   __device__ Slice(Block<S> const& of)
@@ -330,31 +353,31 @@ struct Slice {
         lane(static_cast<int>(threadIdx.x) % kWarp),
         group(lane / 4),
         quad(lane % 4),
-        channel((block.rank * S::kWarps + warp) * kOwnChannels + quad * kVector) {}
+        first((block.rank * S::kWarps + warp) * kOwnChannels) {}
 
-  // The lane's eight channels of one stream of row `group` of a tile.
-  __device__ __forceinline__ uint4 read(int of, int tile, int stream) const {
-    int const offset =
-        (tile * 8 + group) * S::kPitch + ((stream * S::kWarps + warp) * kOwnChannels + quad * kVector) * 2;
-    return *reinterpret_cast<uint4 const*>(block.stage(of) + offset);
+  // Address of eight channels of one stream in row lane % 8 of a tile: what a lane gives to load matrices.
+  __device__ __forceinline__ uint32_t source(int of, int tile, int stream, int chunk) const {
+    int const panel = warp * kChunks / kPanelChunks;
+    int const own = warp * kChunks % kPanelChunks + chunk;
+    return ptx::shared_address(block.stage(of)) + panel * S::kPanelSize +
+           (stream * S::kRows + tile * 8 + lane % 8) * kPanelBytes + (own ^ lane % 8) * 16;
   }
 
-  // fn is the A operand: 24 high and 24 low terms are three tiles of 16; rows are the eight columns of B. The depth is
-  // permuted inside 32 channels (a lane's 16 bytes feed two products), alike for both.
+  // fn is the A operand: 24 high and 24 low terms are three tiles of 16; rows are the eight columns of B.
   __device__ __forceinline__ void mix(int step) const {
     float* const partial = block.partials(step) + warp * kValues * S::kRows;
+    uint32_t const(&high)[kMixRows][kStreams][kChunks] = weights.high;
+    uint32_t const(&low)[kMixRows][kStreams][kChunks] = weights.low;
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
       float sums[3][4] = {};
       float squares[4] = {};
 #pragma unroll
       for (int stream = 0; stream < kStreams; ++stream) {
-        uint4 const raw = read(step, tile, stream);
-        uint32_t const words[4] = {raw.x, raw.y, raw.z, raw.w};
-        uint32_t const(&high)[kMixRows][kStreams][4] = weights.high;
-        uint32_t const(&low)[kMixRows][kStreams][4] = weights.low;
+        uint32_t words[kChunks];
+        ptx::load_matrices(words, source(step, tile, stream, lane / 8));
 #pragma unroll
-        for (int at = 0; at < 4; at += 2) {
+        for (int at = 0; at < kChunks; at += 2) {
           ptx::mma_bf16(sums[0], high[0][stream][at], high[1][stream][at], high[0][stream][at + 1],
                         high[1][stream][at + 1], words[at], words[at + 1]);
           ptx::mma_bf16(sums[1], high[2][stream][at], low[0][stream][at], high[2][stream][at + 1],
@@ -375,36 +398,83 @@ struct Slice {
     }
   }
 
+  // Weights of the eight rows of a tile as B operands of the collapse, one a stream: depth is the row that a channel is
+  // taken from, columns are rows, so only the diagonal is filled. Two bf16 terms, as fn. `keep` clears what a lane
+  // reads of rows with NaN weights: NaN times the zeros beside the diagonal would spread to other rows.
+  struct Diagonal {
+    uint32_t high[kStreams];
+    uint32_t low[kStreams];
+    uint32_t keep;
+  };
+
+  __device__ __forceinline__ Diagonal diagonal(int of, int tile) const {
+    float4 const* const rows = block.weights(of) + tile * 8;
+    float4 const row = rows[group];
+    float const pre[kStreams] = {row.x, row.y, row.z, row.w};
+    bool const own = group / 2 == quad;
+    bool const odd = group % 2 != 0;
+    Diagonal result;
+    bool lost = false;
+#pragma unroll
+    for (int stream = 0; stream < kStreams; ++stream) {
+      float const rest = pre[stream] - round_bf16(pre[stream]);
+      lost = lost || isnan(pre[stream]);
+      result.high[stream] = own ? pack_pair(odd ? 0.0F : pre[stream], odd ? pre[stream] : 0.0F) : 0U;
+      result.low[stream] = own ? pack_pair(odd ? 0.0F : rest, odd ? rest : 0.0F) : 0U;
+    }
+    result.keep = ~0U;
+    unsigned const rows_lost = __ballot_sync(kAllLanes, lost);  // four lanes a row
+    if (rows_lost != 0) {
+      result.keep =
+          (rows_lost >> (8 * quad) & 1U ? 0U : 0xffffU) | (rows_lost >> (8 * quad + 4) & 1U ? 0U : 0xffff0000U);
+    }
+    return result;
+  }
+
+  // Channels of the streams, transposed, are the A operand: a product sums two streams of eight rows.
   __device__ __forceinline__ void collapse(int step) const {
     int const of = step - S::kLag;
     float* const partial = block.partials(step) + (warp * kValues + kCollapsed) * S::kRows;
     cluster::barrier_wait(block.weights_here(of), block.slot_parity(of));
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
-      float4 const pre_row = block.weights(of)[tile * 8 + group];
-      float const pre[kStreams] = {pre_row.x, pre_row.y, pre_row.z, pre_row.w};
-      float collapsed[kVector] = {};
+      Diagonal const pre = diagonal(of, tile);
+      uint32_t rounded[kChunks];  // channel g of a chunk, rows 2 q and 2 q + 1
+      float even = 0.0F, odd = 0.0F;
 #pragma unroll
-      for (int stream = 0; stream < kStreams; ++stream) {
-        float values[kVector];
-        unpack_bf16(read(of, tile, stream), values);
+      for (int chunk = 0; chunk < kChunks; chunk += 2) {
+        float sums[4] = {};
 #pragma unroll
-        for (int slot = 0; slot < kVector; ++slot) collapsed[slot] += pre[stream] * values[slot];
+        for (int stream = 0; stream < kStreams; stream += 2) {
+          uint32_t a[4];
+          ptx::load_matrices_transposed(a, source(of, tile, stream + lane / 16, chunk + lane / 8 % 2));
+#pragma unroll
+          for (uint32_t& word : a) word &= pre.keep;
+          ptx::mma_bf16(sums, a[0], a[1], a[2], a[3], pre.high[stream], pre.high[stream + 1]);
+          ptx::mma_bf16(sums, a[0], a[1], a[2], a[3], pre.low[stream], pre.low[stream + 1]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          rounded[chunk + half] = pack_pair(sums[2 * half], sums[2 * half + 1]);
+          float2 const pair = ptx::unpack_bf16(rounded[chunk + half]);
+          even += pair.x * pair.x;
+          odd += pair.y * pair.y;
+        }
       }
-      uint4 const rounded = pack_bf16(collapsed);
-      *block.kept(of, warp, tile, lane) = rounded;
-      unpack_bf16(rounded, collapsed);
-      float square = 0.0F;
-#pragma unroll
-      for (float const value : collapsed) square += value * value;
-      square = lane_sum<4>(square);
-      if (quad == 0) partial[tile * 8 + group] = square;
+      ptx::store_matrices_transposed(ptx::shared_address(block.kept(of, warp, tile, lane % 8, lane / 8)), rounded);
+      // Sums over the eight lanes of a channel each; lane g ends with row 2 q + g % 2.
+      float square = group % 2 == 0 ? even : odd;
+      square += __shfl_xor_sync(kAllLanes, group % 2 == 0 ? odd : even, 4);
+      square += __shfl_xor_sync(kAllLanes, square, 8);
+      square += __shfl_xor_sync(kAllLanes, square, 16);
+      if (group < 2) partial[tile * 8 + quad * 2 + group] = square;
     }
   }
 
   __device__ __forceinline__ void finish(int of) const {
     HyperConnectionPreParams const& params = block.params;
     float norm[kVector];
+    int const channel = first + quad * kVector;
     load_weights(params.norm, params.norm_is_float, channel, norm);
     cluster::barrier_wait(block.squares_here(of), block.slot_parity(of));
 #pragma unroll
@@ -415,7 +485,7 @@ struct Slice {
       for (int part = 0; part < kCluster / 4; ++part) square += source[part * S::kRows];
       float const inverse = rsqrtf(lane_sum<4>(square) / static_cast<float>(S::kHidden) + params.norm_eps);
       float values[kVector];
-      unpack_bf16(*block.kept(of, warp, tile, lane), values);
+      unpack_bf16(*reinterpret_cast<uint4 const*>(block.kept(of, warp, tile, group, quad)), values);
 #pragma unroll
       for (int slot = 0; slot < kVector; ++slot) values[slot] = norm[slot] * (values[slot] * inverse);
       int64_t const row = block.first_row(of) + tile * 8 + group;
@@ -428,7 +498,7 @@ struct Slice {
 template <class S>
 __device__ void walk_groups(Block<S> const& block) {
   Slice<S> slice(block);
-  slice.weights.load(block.params.fn, slice.channel, slice.group);
+  slice.weights.load(block.params.fn, slice.first + slice.quad * 2, slice.group);
   for (int step = 0; step < block.count + S::kFinishLag; ++step) {
     bool const mixes = block.mixes(step);
     bool const collapses = block.collapses(step);
@@ -449,15 +519,16 @@ __device__ void walk_groups(Block<S> const& block) {
 
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    one_pass_kernel(__grid_constant__ HyperConnectionPreParams const params, int groups) {
-  extern __shared__ __align__(128) uint8_t one_pass_memory[];
+    one_pass_kernel(__grid_constant__ HyperConnectionPreParams const params,
+                    __grid_constant__ CUtensorMap const streams, int groups) {
+  extern __shared__ __align__(kStageAlignment) uint8_t one_pass_memory[];
   Block<S> const block(params, one_pass_memory, groups);
   block.prepare();
   int const lane = static_cast<int>(threadIdx.x) % kWarp;
   if (threadIdx.x < S::kMixThreads) {
     walk_groups(block);
   } else if (threadIdx.x < S::kMixThreads + kWarp) {
-    send_sums(block, lane);
+    send_sums(block, &streams, lane);
   } else {
     weigh_rows(block, lane);
   }
@@ -481,11 +552,31 @@ int resident_clusters(cudaLaunchConfig_t const& config) {
   return clusters;
 }
 
+// The streams as [stream, row, channel], copied in boxes of 64 channels of all streams of a group's rows.
+template <class S>
+Status encode_streams(CUtensorMap& map, HyperConnectionPreParams const& params) {
+  auto const encode = tensor_map_encoder();
+  REDKNOT_REQUIRE(encode != nullptr, Status::kCudaError);
+  constexpr cuuint64_t kStreamBytes = S::kHidden * 2;
+  cuuint64_t const sizes[] = {S::kHidden, static_cast<cuuint64_t>(params.rows), kStreams};
+  cuuint64_t const strides[] = {kStreams * kStreamBytes, kStreamBytes};
+  cuuint32_t const box[] = {kPanelChannels, S::kRows, kStreams};
+  cuuint32_t const steps[] = {1, 1, 1};
+  CUresult const result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(params.streams), sizes,
+                                 strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  REDKNOT_REQUIRE(result == CUDA_SUCCESS, Status::kCudaError);
+  return Status::kSuccess;
+}
+
 template <class S>
 Status launch(HyperConnectionPreParams const& params, cudaStream_t stream) {
   int64_t const groups = (params.rows + S::kRows - 1) / S::kRows;
-  REDKNOT_CUDA(cudaFuncSetAttribute(one_pass_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes));
-  REDKNOT_CUDA(cudaFuncSetAttribute(one_pass_kernel<S>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  if (cudaFuncSetAttribute(one_pass_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes) != cudaSuccess ||
+      cudaFuncSetAttribute(one_pass_kernel<S>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());  // a chip with less shared memory
+    return Status::kUnsupported;
+  }
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = kCluster;
@@ -501,7 +592,10 @@ Status launch(HyperConnectionPreParams const& params, cudaStream_t stream) {
   int const clusters = resident_clusters<S>(config);
   REDKNOT_SUPPORTED(clusters > 0);
   config.gridDim = dim3(static_cast<unsigned>(kCluster * std::min<int64_t>(clusters, groups)));
-  REDKNOT_CUDA(cudaLaunchKernelEx(&config, one_pass_kernel<S>, params, static_cast<int>(groups)));
+  CUtensorMap streams;
+  Status const encoded = encode_streams<S>(streams, params);
+  REDKNOT_REQUIRE(encoded == Status::kSuccess, encoded);
+  REDKNOT_CUDA(cudaLaunchKernelEx(&config, one_pass_kernel<S>, params, streams, static_cast<int>(groups)));
   return Status::kSuccess;
 }
 
@@ -509,7 +603,7 @@ Status launch(HyperConnectionPreParams const& params, cudaStream_t stream) {
 
 Status hyper_connection_one_pass(HyperConnectionPreParams const& params, cudaStream_t stream) {
   REDKNOT_SUPPORTED(!params.head && params.stream_count == kStreams);
-  if (params.hidden == Pro::kHidden) return launch<Pro>(params, stream);
+  if (params.hidden == Flash::kHidden) return launch<Flash>(params, stream);
   return Status::kUnsupported;
 }
 

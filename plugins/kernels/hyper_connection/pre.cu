@@ -1,4 +1,4 @@
-// Rows of 7168 channels run in one pass (one_pass.cu). Others, and the head, take three kernels: the mixes (streams x
+// Rows of 4096 channels run in one pass (one_pass.cu). Others, and the head, take three kernels: the mixes (streams x
 // fn, split over the long axis, on tensor cores; each block keeps its slice of fn in shared memory and streams rows
 // past it), their weights (Sinkhorn, a row a thread), then the collapse with its norm, from the last row back, so that
 // the streams read last by the first kernel are still in L2.

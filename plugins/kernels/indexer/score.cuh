@@ -2,7 +2,11 @@
 
 // Scores of four rows against a stretch of entries. Keys are the M dimension of the matrix product, (row, head) the N
 // dimension: q of the rows stays in shared memory, keys stream past it. Two warpgroups work on tiles of their own: one
-// sums its products over the heads while the other multiplies.
+// sums its products over the heads while the other multiplies. In fp8 the sum over the heads is a product as well: what
+// leaves the matrix units, as fp16 without its negative half, is the left operand of the next one, the weights of the
+// heads are the right one.
+
+#include <cuda_fp16.h>
 
 #include <type_traits>
 
@@ -17,9 +21,11 @@ inline constexpr int kTileKeys = 64;
 inline constexpr int kStages = 4;
 inline constexpr int kStretch = 16384;  // entries of the pool that one block scores
 inline constexpr int kHalfRope = 32;    // rotated pairs
-// 1 / sqrt(heads) / sqrt(dim), and a half because relu(x) is summed as (x + |x|) / 2. Applied to whole sums: sums that
-// are exact stay so, and equal scores stay equal.
-inline constexpr float kFactor = 0.125f * 0.08838834764831845f * 0.5f;
+// 1 / sqrt(heads) / sqrt(dim). Applied to whole sums: sums that are exact stay so, and equal scores stay equal.
+inline constexpr float kFactor = 0.125f * 0.08838834764831845f;
+// Codes of q are at most 448 / 512, so that products with 128 codes of up to 448 fit fp16. What e4m3 then loses is
+// below a thousandth of the head's largest channel.
+inline constexpr float kQueryShrink = 1.0f / 512;
 
 struct Scoring {
   LightningIndexerParams op;
@@ -37,6 +43,9 @@ struct ScoreShared {
   alignas(1024) uint8_t tiles[2][kStages][kPanels][kTileKeys * 128];
   float scales[2][kStages][kTileKeys];
   float weights[kRows][kIndexHeads];
+  __half halves[kRows][kIndexHeads];  // the same over the row's scale, a power of two
+  float row_scales[kRows];
+  float peaks[kRows][2];
 };
 
 // Rotates q of one (row, head) to a segment's frame and stores it as the matrix units read it.
@@ -74,7 +83,7 @@ __device__ __forceinline__ void store_query(ScoreShared<kFp8>& shared, Scoring c
 #pragma unroll
       for (float value : x) peak = fmaxf(peak, fabsf(value));
     }
-    float const scale = block_scale(peak), inverse = 1 / scale;
+    float const scale = block_scale(peak) / kQueryShrink, inverse = 1 / scale;
     weight *= scale;
 #pragma unroll
     for (int chunk = 0; chunk < 16; chunk += 2) {
@@ -120,6 +129,87 @@ __device__ __forceinline__ void load_tile(ScoreShared<kFp8>& shared, Scoring con
   }
 }
 
+// Weights of a block's rows as the matrix units read them: the lane's heads of row g / 2, 16 heads a pair of words.
+using HeadWeights = uint32_t[kIndexHeads / 8];
+
+__device__ __forceinline__ void load_weights(ScoreShared<true> const& shared, int g, int t, HeadWeights& weights) {
+#pragma unroll
+  for (int i = 0; i < kIndexHeads / 8; ++i) {
+    weights[i] = *reinterpret_cast<uint32_t const*>(&shared.halves[g / 2][8 * i + 2 * t]);
+  }
+}
+
+// Sums of relu(products) times weights over the heads of two rows. Of a row's sums, those of its own weights count:
+// lane t of four has its keys g and g + 8 of row t at 0 and 2.
+__device__ __forceinline__ void sum_heads(float const (&products)[64], HeadWeights const& weights, float (&first)[4],
+                                          float (&second)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) first[i] = second[i] = 0;
+#pragma unroll
+  for (int step = 0; step < kIndexHeads / 16; ++step) {
+    uint32_t a[2][4];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float const* x = &products[row * 32 + 8 * step];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[row][i] = ptx::pack_f16_relu(x[2 * i], x[2 * i + 1]);
+    }
+    ptx::mma_f16(first, a[0], weights[2 * step], weights[2 * step + 1]);
+    ptx::mma_f16(second, a[1], weights[2 * step], weights[2 * step + 1]);
+  }
+}
+
+// The same in fp32, of four rows, relu(x) as (x + |x|) / 2: lane t ends with row t.
+__device__ __forceinline__ void sum_heads(float const (&products)[2][64], float const (&weights)[kRows][kIndexHeads],
+                                          int t, float (&own)[2]) {
+  float sums[kRows][2];
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    float a[2] = {0, 0}, b[2] = {0, 0};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float2 const w = *reinterpret_cast<float2 const*>(&weights[row][8 * j + 2 * t]);
+      float const* x = &products[row / 2][row % 2 * 32 + 4 * j];
+#pragma unroll
+      for (int key = 0; key < 2; ++key) {
+        a[key] += w.x * x[2 * key];
+        b[key] += w.x * fabsf(x[2 * key]);
+        a[key] += w.y * x[2 * key + 1];
+        b[key] += w.y * fabsf(x[2 * key + 1]);
+      }
+    }
+    sums[row][0] = (a[0] + b[0]) * 0.5f;
+    sums[row][1] = (a[1] + b[1]) * 0.5f;
+  }
+  float half[2][2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int key = 0; key < 2; ++key) {
+      float const keep = t & 1 ? sums[2 * i + 1][key] : sums[2 * i][key];
+      float const give = t & 1 ? sums[2 * i][key] : sums[2 * i + 1][key];
+      half[i][key] = keep + __shfl_xor_sync(~0u, give, 1);
+    }
+  }
+#pragma unroll
+  for (int key = 0; key < 2; ++key) {
+    float const keep = t & 2 ? half[1][key] : half[0][key], give = t & 2 ? half[0][key] : half[1][key];
+    own[key] = keep + __shfl_xor_sync(~0u, give, 2);
+  }
+}
+
+// One scale a row for its weights, which fp16 then holds.
+__device__ __forceinline__ void halve_weights(ScoreShared<true>& shared, int row, int head) {
+  float peak = fabsf(shared.weights[row][head]);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
+  if (head % 32 == 0) shared.peaks[row][head / 32] = peak;
+  __syncthreads();
+  float const scale = block_scale(fmaxf(shared.peaks[row][0], shared.peaks[row][1]));
+  shared.halves[row][head] = __float2half_rn(shared.weights[row][head] / scale);
+  if (head == 0) shared.row_scales[row] = scale;
+}
+
 template <bool kFp8>
 __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring const s) {
   extern __shared__ __align__(1024) uint8_t score_raw[];
@@ -158,6 +248,7 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
       int64_t const frame =
           inside ? max(int64_t{0}, __ldg(s.op.positions + s.first_row + block_row + row) - start) : -1;
       store_query(shared, s, row, threadIdx.x % kIndexHeads, frame);
+      if constexpr (kFp8) halve_weights(shared, row, threadIdx.x % kIndexHeads);
     }
     wgmma::publish();
     __syncthreads();
@@ -177,6 +268,12 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
       if (stage < own) load_tile(shared, s, group, stage, first_key(stage), end, thread);
       ptx::copy_commit();
     }
+    HeadWeights weights;
+    float row_scale = 1;
+    if constexpr (kFp8) {
+      load_weights(shared, g, t, weights);
+      row_scale = shared.row_scales[t];
+    }
     uint64_t const q[2] = {wgmma::descriptor(ptx::shared_address(shared.q[0])),
                            wgmma::descriptor(ptx::shared_address(shared.q[0]) + 2 * kIndexHeads * 128)};
     for (int index = 0; index < own; ++index) {
@@ -188,12 +285,12 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
       uint64_t const keys = wgmma::descriptor(ptx::shared_address(shared.tiles[group][stage][0]));
       wgmma::fence();
 #pragma unroll
-      for (int panel = 0; panel < ScoreShared<kFp8>::kPanels; ++panel) {
+      for (int pair = 0; pair < 2; ++pair) {
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          uint64_t const a = keys + panel * (kTileKeys * 128 / 16) + step * 2;
+        for (int panel = 0; panel < ScoreShared<kFp8>::kPanels; ++panel) {
 #pragma unroll
-          for (int pair = 0; pair < 2; ++pair) {
+          for (int step = 0; step < 4; ++step) {
+            uint64_t const a = keys + panel * (kTileKeys * 128 / 16) + step * 2;
             uint64_t const b = q[pair] + panel * (kRows * kIndexHeads * 128 / 16) + step * 2;
             if constexpr (kFp8) {
               wgmma::multiply_e4m3(products[pair], a, b, panel + step > 0);
@@ -202,49 +299,35 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
             }
           }
         }
+        wgmma::commit();
       }
-      wgmma::commit();
       if (index + kStages - 1 < own) {
         load_tile(shared, s, group, (index + kStages - 1) % kStages, first_key(index + kStages - 1), end, thread);
       }
       ptx::copy_commit();
-      wgmma::wait<0>();
-      float sums[kRows][2];
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        float a[2] = {0, 0}, b[2] = {0, 0};
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          float2 const w = *reinterpret_cast<float2 const*>(&shared.weights[row][8 * j + 2 * t]);
-          float const* x = &products[row / 2][row % 2 * 32 + 4 * j];
-#pragma unroll
-          for (int key = 0; key < 2; ++key) {
-            a[key] += w.x * x[2 * key];
-            b[key] += w.x * fabsf(x[2 * key]);
-            a[key] += w.y * x[2 * key + 1];
-            b[key] += w.y * fabsf(x[2 * key + 1]);
-          }
-        }
-        sums[row][0] = a[0] + b[0];
-        sums[row][1] = a[1] + b[1];
-      }
-      // Sums over the four lanes that share keys; lane t ends with row t.
-      float half[2][2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      // Row t of keys g and g + 8 of the warp's 16.
+      float sums[2];
+      if constexpr (kFp8) {
+        float rows_sums[kRows][4];
+        wgmma::wait<1>();
+        sum_heads(products[0], weights, rows_sums[0], rows_sums[1]);
+        wgmma::wait<0>();
+        sum_heads(products[1], weights, rows_sums[2], rows_sums[3]);
 #pragma unroll
         for (int key = 0; key < 2; ++key) {
-          float const keep = t & 1 ? sums[2 * i + 1][key] : sums[2 * i][key];
-          float const give = t & 1 ? sums[2 * i][key] : sums[2 * i + 1][key];
-          half[i][key] = keep + __shfl_xor_sync(~0u, give, 1);
+          float const low = t & 1 ? rows_sums[1][2 * key] : rows_sums[0][2 * key];
+          float const high = t & 1 ? rows_sums[3][2 * key] : rows_sums[2][2 * key];
+          sums[key] = t & 2 ? high : low;
         }
+      } else {
+        wgmma::wait<0>();
+        sum_heads(products, shared.weights, t, sums);
       }
       int64_t const first = first_key(index) + 16 * warp + g;
 #pragma unroll
       for (int key = 0; key < 2; ++key) {
-        float const keep = t & 2 ? half[1][key] : half[0][key], give = t & 2 ? half[0][key] : half[1][key];
-        float total = (keep + __shfl_xor_sync(~0u, give, 2)) * kFactor;
-        if constexpr (kFp8) total *= shared.scales[group][stage][16 * warp + g + 8 * key];
+        float total = sums[key] * kFactor;
+        if constexpr (kFp8) total *= row_scale * shared.scales[group][stage][16 * warp + g + 8 * key];
         if (writes && first + 8 * key < end) out[first + 8 * key] = total;
       }
     }

@@ -20,7 +20,8 @@ inline constexpr int kCandidates = 4096;
 inline constexpr int kKeyBits = 64;
 inline constexpr int kSample = kCandidates;
 inline constexpr int kSamplePiece = 4;  // neighbouring entries of the sample: half a sector of memory
-inline constexpr int kLoads = 6;        // scores that a thread has on their way
+inline constexpr int kQuad = 4;         // scores of one load
+inline constexpr int kLoads = 4;        // quads that a thread has on their way
 
 struct SelectShared {
   unsigned long long keys[kCandidates];
@@ -149,24 +150,42 @@ __device__ inline unsigned long long exact_bound(SelectShared& shared, float con
   return least;
 }
 
-// Keys at or above `least` into shared memory, in any order; how many there are, which may be more than fit.
+__device__ __forceinline__ void collect_one(SelectShared& shared, float score, int entry, unsigned long long least) {
+  unsigned long long const key = order_key(score, entry);
+  if (key < least) return;
+  int const at = atomicAdd(&shared.count, 1);
+  if (at < kCandidates) shared.keys[at] = key;
+}
+
+// Keys at or above `least` into shared memory, in any order; how many there are, which may be more than fit. Aligned
+// quads of scores are loaded whole.
 __device__ inline int collect(SelectShared& shared, float const* scores, int entries, unsigned long long least) {
   if (threadIdx.x == 0) shared.count = 0;
   __syncthreads();
-  for (int first = threadIdx.x; first < entries; first += kLoads * kSelectThreads) {
-    float loaded[kLoads];
+  auto const words = static_cast<unsigned>(reinterpret_cast<uintptr_t>(scores) / sizeof(float));
+  int const head = min(entries, static_cast<int>(-words % kQuad));
+  int const quads = (entries - head) / kQuad;
+  auto const* const whole = reinterpret_cast<float4 const*>(scores + head);
+  int const thread = threadIdx.x;
+  if (thread < head) collect_one(shared, scores[thread], thread, least);
+  int const tail = head + quads * kQuad + thread;
+  if (tail < entries) collect_one(shared, scores[tail], tail, least);
+  for (int first = thread; first < quads; first += kLoads * kSelectThreads) {
+    float4 loaded[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      int const entry = first + i * kSelectThreads;
-      loaded[i] = entry < entries ? scores[entry] : 0.0f;
+      int const quad = first + i * kSelectThreads;
+      if (quad < quads) loaded[i] = whole[quad];
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      int const entry = first + i * kSelectThreads;
-      unsigned long long const key = order_key(loaded[i], entry);
-      if (entry >= entries || key < least) continue;
-      int const at = atomicAdd(&shared.count, 1);
-      if (at < kCandidates) shared.keys[at] = key;
+      int const quad = first + i * kSelectThreads;
+      if (quad >= quads) continue;
+      int const entry = head + quad * kQuad;
+      collect_one(shared, loaded[i].x, entry, least);
+      collect_one(shared, loaded[i].y, entry + 1, least);
+      collect_one(shared, loaded[i].z, entry + 2, least);
+      collect_one(shared, loaded[i].w, entry + 3, least);
     }
   }
   __syncthreads();

@@ -22,6 +22,7 @@ constexpr int kScatterThreads = 256;
 constexpr int kScatterBlocks = 132 * 4;
 constexpr int kAhead = 8;  // vectors of a row that a lane holds at once
 constexpr int kStrip = kAhead * kWarp * kVector;
+constexpr int kPrefetched = 2;  // strips of a warp
 
 // Pairs of one block of the sort.
 int64_t pairs_a_block(int64_t pairs) {
@@ -165,19 +166,38 @@ __device__ __forceinline__ void scatter_strip(MoePermuteParams const& params, in
 #pragma unroll
     for (int index = 0; index < kAhead; ++index) {
       int const channel = own + index * kWarp * kVector;
-      if (channel < params.hidden) *reinterpret_cast<uint4*>(permuted + target * params.hidden + channel) = raw[index];
+      if (channel < params.hidden) store_once(permuted + target * params.hidden + channel, raw[index]);
+    }
+  }
+}
+
+// Brings a strip of a row that has a place here into the L2 cache.
+__device__ __forceinline__ void prefetch_strip(MoePermuteParams const& params, int64_t row, int first, int lane) {
+  if (row >= params.rows) return;
+  bool const held = lane < params.top_k && local_expert(params, row * params.top_k + lane) >= 0;
+  if (!__any_sync(kAllLanes, held)) return;
+  constexpr int kLine = 128 / static_cast<int>(sizeof(__nv_bfloat16));
+#pragma unroll
+  for (int channel = 0; channel < kStrip; channel += kWarp * kLine) {
+    int const own = first + channel + lane * kLine;
+    if (own < params.hidden) {
+      prefetch_line(static_cast<__nv_bfloat16 const*>(params.x) + row * params.hidden + own);
     }
   }
 }
 
 // Warps take strips of rows: every row is read once; slots that are not held here are skipped. Places of a warp's next
-// strip are on their way.
+// strip are on their way. Rows and ids are older than the kernels that sort: the first strips come while those work.
 __global__ void __launch_bounds__(kScatterThreads, 4) scatter_kernel(MoePermuteParams const params) {
-  cudaGridDependencySynchronize();
   int const lane = static_cast<int>(threadIdx.x) % kWarp;
   int const strips = (params.hidden + kStrip - 1) / kStrip;
   int const warp = static_cast<int>(blockIdx.x * kScatterThreads + threadIdx.x) / kWarp;
   int const all = static_cast<int>(gridDim.x) * (kScatterThreads / kWarp);
+  for (int turn = 0; turn < kPrefetched; ++turn) {
+    int64_t const item = warp + static_cast<int64_t>(turn) * all;
+    prefetch_strip(params, item / strips, static_cast<int>(item % strips) * kStrip, lane);
+  }
+  cudaGridDependencySynchronize();
   auto const place_of = [&](int64_t row) {
     return lane < params.top_k && row < params.rows ? __ldg(params.inverse + row * params.top_k + lane) : -1;
   };

@@ -110,7 +110,40 @@ def test_a_caller_s_own_stream_is_used_as_it_is() -> None:
     made = bench((spec,))
     made.current = 77
     made.session.run("embed", inputs(spec))
-    assert made.journal.entries == [("embed", Phase.PREFILL, 77)]
+    made.session.run("embed", inputs(spec))
+    plan, (record, after, stream) = made.journal.entries[0], made.journal.entries[1]
+    assert (record, stream) == ("record", 77)
+    assert made.journal.entries == [plan, ("record", after, 77)] * 2
+    assert plan == ("embed", Phase.PREFILL, 77)
+
+
+def test_plans_of_two_streams_never_run_at_the_same_time() -> None:
+    """They share contexts and scratch memory: each waits for what the other stream was given last."""
+    spec = specs("nano", world=1)[0]
+    made = bench((spec,))
+    for current in (77, 78, DEFAULT_STREAM, 77):
+        made.current = current
+        made.session.run("embed", inputs(spec))
+    handle = made.stream.handle
+    ran = [at for at, entry in enumerate(made.journal.entries) if entry[0] == "embed"]
+    after = made.journal.entries[ran[0] + 1][1]
+    for place, (stream, before) in zip(ran[1:], ((78, 77), (handle, 78), (77, handle)), strict=True):
+        assert made.journal.entries[place] == ("embed", Phase.PREFILL, stream)
+        assert made.journal.entries[place - 1] == ("wait", after, stream)
+        records = [entry for entry in made.journal.entries[:place] if entry[0] == "record" and entry[1] == after]
+        assert records[-1] == ("record", after, before)
+
+
+def test_a_stream_that_cannot_be_ordered_behind_the_other_is_refused() -> None:
+    """CUDA refuses to order what is being captured behind what is not."""
+    spec = specs("nano", world=1)[0]
+    made = bench((spec,))
+    made.current = 77
+    made.session.run("embed", inputs(spec))
+    made.current, made.cuda.status = 78, 905
+    with pytest.raises(EngineError, match="CUDA refused a stream or an event"):
+        made.session.run("embed", inputs(spec))
+    assert [entry for entry in made.journal.entries if entry[0] == "embed"] == [("embed", Phase.PREFILL, 77)]
 
 
 def test_rows_that_lie_anywhere_are_copied_and_weights_are_not() -> None:

@@ -107,14 +107,14 @@ def test_gradients_reach_every_parameter() -> None:
     sizes = dataclasses.replace(SMALL, silent=())
     model = make_model(sizes, random.randrange(2**31))
     lean = LeanNetwork(model)
-    heads = AuxiliaryHeads(sizes.hidden, 4, model.config.vocab_size, (3, 5))
+    heads = AuxiliaryHeads(sizes.hidden, 4, model.config.vocab_size, (3, 5), (4, 6))
     stage = curriculum(1024, (128, 256))[1]
     batch = make_batch(stage, random.randrange(2**31), 0)
-    tokens, targets, subjects, kinds = (
-        torch.from_numpy(a).long() for a in (batch.tokens, batch.targets, batch.subjects, batch.kinds)
-    )
+    arrays = (batch.tokens, batch.targets, batch.subjects, batch.kinds, batch.bridges)
+    inputs = [torch.from_numpy(array).long() for array in arrays]
+    tokens = inputs[0]
     forward = lean(tokens, dense=2, muted=1, keep=heads.layers)
-    found = losses_of(forward, heads, tokens, targets, subjects, kinds, weights=Weights(), silent=())
+    found = losses_of(forward, heads, *inputs, weights=Weights(), silent=())
     found.total.backward()
     for name, value in [*model.named_parameters(), *heads.named_parameters()]:
         assert value.grad is not None, name

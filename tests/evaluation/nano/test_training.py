@@ -30,7 +30,7 @@ SCRIPT = PROJECT / "run" / "train_nano.py"
 TOY = dataclasses.replace(SMALL, layers=4, head_dim=16, sinkhorn=2)
 RECIPE = Recipe(
     sizes=TOY, seed=3, steps=3 * REPORT, lengths=(64, 128), first=0.5, tokens=128, rate=3e-3, warmup=20,
-    subject_layers=(3,),
+    subject_layers=(3,), reading_layers=(2, 3),
 )  # fmt: skip
 OFTEN = 2
 BRIEF = dataclasses.replace(RECIPE, steps=3 * OFTEN)
@@ -135,7 +135,7 @@ def arguments(output: Path, *more: str) -> list[str]:
 def test_the_command_pauses_resumes_and_leaves_a_checkpoint(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script, "SMALL", TOY)
+    monkeypatch.setattr("trt_redknot.evaluation.nano.network.SMALL", TOY)
     output = tmp_path / "out"
     script.main(arguments(output, "--pause-after", "0"), standalone_mode=False)
     assert f"paused at step {OFTEN}" in capsys.readouterr().err
@@ -181,12 +181,13 @@ def test_wrong_options_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_training_needs_nothing_that_a_torch_image_lacks() -> None:
+def test_training_needs_nothing_that_a_torch_image_lacks(tmp_path: Path) -> None:
+    """The device is the first thing that is refused after everything has been imported."""
     absent = ("pydantic", "pydantic_core", "blake3", "portalocker", "jinja2", "prometheus_client", "mpi4py")
     code = (
-        f"import sys; sys.modules.update(dict.fromkeys({absent!r})); sys.argv = ['train_nano.py', '--help']; "
+        f"import sys; sys.modules.update(dict.fromkeys({absent!r})); import trt_redknot.evaluation.nano.card; "
+        f"sys.argv = ['train_nano.py', '--output', {str(tmp_path / 'out')!r}, '--device', 'nowhere']; "
         f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--minutes" in done.stdout
+    assert (done.returncode, "the device cannot be used" in done.stderr) == (2, True), done.stderr

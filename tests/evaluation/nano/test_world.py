@@ -23,9 +23,7 @@ class Reader:
 
     def __init__(self, passages: list[str]) -> None:
         self.looks: dict[tuple[str, str], list[tuple[int, str, str]]] = {}
-        self.works: dict[str, tuple[int, str]] = {}
-        self.stands: dict[str, tuple[int, str]] = {}
-        self.above: dict[str, tuple[int, str]] = {}
+        self.related: dict[tuple[str, str], tuple[int, str]] = {}
         subject = None
         for number, passage in enumerate(passages):
             how = "implied"
@@ -35,23 +33,28 @@ class Reader:
                     subject, how = found[1], "implied"
                 elif text == "More about the same person":
                     how = "continued"
+                elif found := re.fullmatch(r"The (employer|town|chief) of (\w+) is (\w+)", text):
+                    self.related[found[1], found[2]] = (number, found[3])
                 elif found := re.fullmatch(r"The (\w+) of (\w+) is (now )?(\w+)", text):
                     self._look(found[2], found[1], number, found[4], "override" if found[3] else "single")
                 elif found := re.fullmatch(r"The (\w+) is (\w+)", text):
                     assert subject is not None
                     self._look(subject, found[1], number, found[2], how)
-                elif found := re.fullmatch(r"(\w+) works at the (\w+)", text):
-                    self.works[found[1]] = (number, found[2])
-                elif found := re.fullmatch(r"The (\w+) stands in (\w+)", text):
-                    self.stands[found[1]] = (number, found[2])
-                elif found := re.fullmatch(r"(\w+) reports to (\w+)", text):
-                    self.above[found[1]] = (number, found[2])
 
     def _look(self, person: str, thing: str, passage: int, look: str, how: str) -> None:
         self.looks.setdefault((person, thing), []).append((passage, look, how))
 
     def answer(self, question: str) -> tuple[str, str]:
         """(answer, kind of question)."""
+        if found := re.fullmatch(r"(?:What|Who) is the (\w+) of the (\w+) of (\w+)\?", question):
+            first, between = self.related[found[2], found[3]]
+            second, end = self.related[found[1], between]
+            if found[1] == "chief":
+                assert first < second, "one step a passage, in order"
+                return end, "chain"
+            return end, "two_hop"
+        if found := re.fullmatch(r"(?:What|Who) is the (employer|town|chief) of (\w+)\?", question):
+            return self.related[found[1], found[2]][1], "relation"
         if found := re.fullmatch(r"What is the (\w+) of (\w+)\?", question):
             said = self.looks[found[2], found[1]]
             if len(said) == 2:
@@ -59,16 +62,6 @@ class Reader:
                 assert said[0][1] != said[1][1]
             assert len(said) <= 2
             return said[-1][1], said[-1][2]
-        if found := re.fullmatch(r"In which town does (\w+) work\?", question):
-            return self.stands[self.works[found[1]][1]][1], "two_hop"
-        if found := re.fullmatch(r"Who is at the end of the line of (\w+)\?", question):
-            person, passages = found[1], []
-            while person in self.above:
-                passage, person = self.above[person]
-                passages.append(passage)
-            assert passages == sorted(set(passages)), "one link a passage, in order"
-            assert len(passages) == 2
-            return person, "chain"
         found = re.fullmatch(r"Report the ([\w, ]+) of (\w+)\.", question)
         assert found is not None
         told = [(thing, self.looks[found[2], thing][-1][1]) for thing in found[1].split(", ")]
@@ -108,9 +101,9 @@ def test_the_tokenizer_gives_the_words_back(length: int, seed: int) -> None:
 
 
 def test_record_files_are_longbenchs_and_the_same_for_a_seed(tmp_path: Path) -> None:
-    first = write_records(tmp_path / "a", [300], seed=5, short=6, longer=2)[0]
-    again = write_records(tmp_path / "b", [300], seed=5, short=6, longer=2)[0]
-    other = write_records(tmp_path / "c", [300], seed=6, short=6, longer=2)[0]
+    first = write_records(tmp_path / "a", [300], seed=5, short=len(SHORT_KINDS), longer=2)[0]
+    again = write_records(tmp_path / "b", [300], seed=5, short=len(SHORT_KINDS), longer=2)[0]
+    other = write_records(tmp_path / "c", [300], seed=6, short=len(SHORT_KINDS), longer=2)[0]
     assert first.read_bytes() == again.read_bytes() != other.read_bytes()
     records = read_records(first)
     assert [record.kind for record in records] == [*SHORT_KINDS, "report", "report"]

@@ -8,15 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benches.common import AttentionCase, Layout, attention_case, relative_error
+from tests.support.gpu import needs_gpu, needs_kernels
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.cuda.attention import seg_latent_attention
-from trt_redknot.ops.cuda.library import kernels_present, load_kernels
+from trt_redknot.ops.cuda.library import load_kernels
 from trt_redknot.ops.reference import attention as reference
 
-needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and kernels_present()),
-    reason="needs a CUDA GPU and the libraries that `make plugins` builds",
-)
 # bf16 outputs, bf16 rotated queries and probabilities of 8 to 11 bits: each contributes about 2^-9.
 TOLERANCE = 6e-3
 ROW_TOLERANCE = 3e-2
@@ -184,7 +181,7 @@ def test_bad_inputs_are_refused(wrong: str) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.skipif(not kernels_present(), reason="needs the libraries that `make plugins` builds")
+@needs_kernels
 def test_the_library_loads_and_lists_its_ops_without_a_gpu() -> None:
     load_kernels()
     schema = str(torch.ops.redknot.seg_latent_attention.default._schema)

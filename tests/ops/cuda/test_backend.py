@@ -5,18 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.gpu import needs_gpu
 from trt_redknot.collectives import LocalCollectives
 from trt_redknot.config.released import released_geometry
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.cuda.backend import CudaOps
-from trt_redknot.ops.cuda.library import kernels_present
 from trt_redknot.ops.reference import moe
 
 FLASH = released_geometry("flash")
-needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and kernels_present()),
-    reason="needs a CUDA GPU and the libraries that `make plugins` builds",
-)
 
 
 def layer(device: str = "cpu") -> dict[str, torch.Tensor]:

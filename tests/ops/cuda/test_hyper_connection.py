@@ -9,16 +9,12 @@ from hypothesis import strategies as st
 
 from benches.common import relative_error
 from benches.elementwise_cases import mix_case
+from tests.support.gpu import needs_gpu
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.cuda.elementwise import hyper_connection_post, hyper_connection_pre, hyper_head
-from trt_redknot.ops.cuda.library import kernels_present
 from trt_redknot.ops.reference import hyper_connection as reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and kernels_present()),
-    reason="needs a CUDA GPU and the libraries that `make plugins` builds",
-)
 SEEDS = st.integers(0, 2**31)
 TYPICAL = settings(deadline=None, max_examples=20)
 EPS, NORM_EPS, ITERATIONS = 1e-6, 1e-6, 20

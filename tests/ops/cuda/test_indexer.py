@@ -8,17 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benches.common import Layout, make_table, place, random_rope, table_to
+from tests.support.gpu import needs_gpu, needs_kernels
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.cuda.indexer import lightning_indexer
-from trt_redknot.ops.cuda.library import kernels_present, load_kernels
+from trt_redknot.ops.cuda.library import load_kernels
 from trt_redknot.ops.reference.numerics import rotate
 from trt_redknot.ops.reference.packing import pack_rows, unpack_rows
 from trt_redknot.ops.tables import AttentionTable
 
-needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and kernels_present()),
-    reason="needs a CUDA GPU and the libraries that `make plugins` builds",
-)
 SEEDS = st.integers(0, 2**31)
 LENGTHS = st.one_of(st.integers(0, 9), st.integers(1, 300), st.integers(300, 3000))
 SEQUENCES = st.lists(st.lists(LENGTHS, min_size=1, max_size=5).map(tuple), min_size=1, max_size=3).map(tuple)
@@ -231,7 +228,7 @@ def test_bad_inputs_are_refused(wrong: str) -> None:
         lightning_indexer(q, weights, keys, table, random_rope(40, 64).cuda(), top_k=top_k, fp8=fp8)
 
 
-@pytest.mark.skipif(not kernels_present(), reason="needs the libraries that `make plugins` builds")
+@needs_kernels
 def test_workspace_grows_with_rows_without_a_gpu() -> None:
     load_kernels()
     few, many = (torch.ops.redknot.lightning_indexer_workspace(1000, rows) for rows in (4, 400))

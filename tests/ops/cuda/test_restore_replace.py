@@ -8,17 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benches.elementwise_cases import generator_of, normal
+from tests.support.gpu import needs_gpu
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.cuda.elementwise import restore_replace
-from trt_redknot.ops.cuda.library import kernels_present
 from trt_redknot.ops.reference import projection as reference
 from trt_redknot.ops.reference.packing import pack_rows, unpack_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-needs_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and kernels_present()),
-    reason="needs a CUDA GPU and the libraries that `make plugins` builds",
-)
 SEEDS = st.integers(0, 2**31)
 TYPICAL = settings(deadline=None, max_examples=20)
 

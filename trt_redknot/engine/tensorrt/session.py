@@ -33,8 +33,8 @@ class PlanSession:
     """Implements :class:`trt_redknot.engine.tensorrt.backend.PlanRuntime` on a GPU.
 
     Everything is made here: contexts for each plan and phase, one scratch memory that all of them share (plans of a
-    session never run at the same time), the stream. A run allocates its outputs from torch and does nothing else that a
-    CUDA graph could not capture.
+    session never run at the same time, whatever streams they are given), the stream. A run allocates its outputs from
+    torch and does nothing else that a CUDA graph could not capture.
 
     Args:
         current_stream: handle of the caller's CUDA stream.

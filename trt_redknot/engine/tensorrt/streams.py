@@ -47,7 +47,8 @@ class PlanStream:
     """A stream of its own for callers on the default stream; others keep theirs, so that they can capture a CUDA graph.
 
     Events order the two: what was enqueued before a plan is done before it, what comes after waits for it. The host
-    waits for neither.
+    waits for neither. Plans share contexts and scratch memory, so a plan on another stream than the last one waits for
+    that one; CUDA refuses this, and so do we, where just one of the two streams is being captured.
 
     Attributes:
         handle: of the stream.
@@ -59,16 +60,27 @@ class PlanStream:
         self._before = self._value(cuda.cudaEventCreateWithFlags(cuda.cudaEventDisableTiming))
         self._after = self._value(cuda.cudaEventCreateWithFlags(cuda.cudaEventDisableTiming))
         self.handle = int(self._stream)
+        self._last: int | None = None
 
     @contextmanager
     def running(self, caller: int) -> Iterator[int]:
-        """The stream to enqueue on, for a caller whose current stream is `caller`."""
-        if caller != DEFAULT_STREAM:
-            yield caller
-            return
-        self._order(self._before, caller, self._stream)
-        yield self.handle
-        self._order(self._after, self._stream, caller)
+        """The stream to enqueue on, for a caller whose current stream is `caller`.
+
+        Raises:
+            EngineError: CUDA cannot order it behind the last plan.
+        """
+        own = caller == DEFAULT_STREAM
+        stream = self._stream if own else caller
+        handle = int(stream)
+        if own:
+            self._order(self._before, caller, stream)
+        if self._last not in (None, handle):
+            self._value(self._cuda.cudaStreamWaitEvent(stream, self._after, 0))
+        yield handle
+        self._last = handle
+        self._value(self._cuda.cudaEventRecord(self._after, stream))
+        if own:
+            self._value(self._cuda.cudaStreamWaitEvent(caller, self._after, 0))
 
     def close(self) -> None:
         """Give the stream and its events back. What was enqueued is still done."""

@@ -100,9 +100,10 @@ def far_mask(kind: LayerKind, scores: Tensor | None, choices: Choices, tables: T
         return visible
     parts = [visible.expand(choices.dense, -1, -1), chosen(scores, visible, k)]
     allowed = torch.cat(parts) if choices.dense else parts[1]
-    if choices.muted:
-        muted = torch.arange(tables.sequences, device=allowed.device) >= tables.sequences - choices.muted
-        allowed = allowed & ~muted[:, None, None]
+    blind = choices.muted + (choices.late if kind.first else 0)
+    if blind:
+        seeing = torch.arange(tables.sequences, device=allowed.device) < tables.sequences - blind
+        allowed = allowed & seeing[:, None, None]
     return allowed
 
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trt_redknot.evaluation.nano.words import END, LOOKS, NAMES, NUMBERS, PAD, TOWNS, token_ids
+from trt_redknot.evaluation.nano.words import END, FIRMS, LOOKS, NAMES, NUMBERS, PAD, TOWNS, token_ids
 from trt_redknot.evaluation.nano.world import KINDS, Question, World, header
 
 IGNORE = -100
-_ARRAYS = 4
+_ARRAYS = 5
 _SMALL = 256
 # Documents stop this many words before the end of a prompt: the questions with their answers follow.
 _WORDS_A_QUESTION = 16
 _LONGEST_PASSAGE = 150
 # Words that answers have to find; the others follow from grammar or, as the names in a report, from the question.
-_FOUND = frozenset((*LOOKS, *TOWNS, *NAMES))
+_FOUND = frozenset((*LOOKS, *FIRMS, *TOWNS, *NAMES))
 _MOST_QUESTIONS = 64
 
 
@@ -30,7 +30,7 @@ class Stage:
     Attributes:
         length: tokens of a sequence.
         sequences: of a batch.
-        kinds: question kinds.
+        kinds: question kinds; one that is named twice is asked twice as often.
         questions: most questions a sequence asks.
     """
 
@@ -55,15 +55,18 @@ class Batch:
         subjects: id of the person a document's word is about, else `IGNORE`.
         kinds: index in `KINDS` of the question where the next token is a word that its answer had to find, else
             `IGNORE`.
+        bridges: at the same places, id of what must be read first: of the answer's own word where one step is enough;
+            `IGNORE` where the documents' rows must have read before (`continued`).
     """
 
     tokens: NDArray[np.int32]
     targets: NDArray[np.int32]
     subjects: NDArray[np.int32]
     kinds: NDArray[np.int32]
+    bridges: NDArray[np.int32]
 
     def to_bytes(self) -> bytes:
-        return np.stack([self.tokens, self.targets, self.subjects, self.kinds]).astype("<i4").tobytes()
+        return np.stack([self.tokens, self.targets, self.subjects, self.kinds, self.bridges]).astype("<i4").tobytes()
 
     @classmethod
     def from_bytes(cls, content: bytes, stage: Stage) -> Batch:
@@ -71,7 +74,7 @@ class Batch:
         if len(content) != stage.batch_bytes:
             raise ValueError(f"a batch has {stage.batch_bytes} bytes, not {len(content)}")
         arrays = np.frombuffer(content, dtype="<i4").reshape(_ARRAYS, stage.sequences, stage.length)
-        return cls(tokens=arrays[0], targets=arrays[1], subjects=arrays[2], kinds=arrays[3])
+        return cls(tokens=arrays[0], targets=arrays[1], subjects=arrays[2], kinds=arrays[3], bridges=arrays[4])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,20 +84,22 @@ class PromptWords:
     Attributes:
         answered: the word is part of an answer, its end included.
         kinds: of the question that the word answers, where it had to be found.
+        bridges: what must be read first for such a word.
     """
 
     words: list[str]
     answered: list[bool]
     subjects: list[str | None]
     kinds: list[str | None]
+    bridges: list[str | None]
 
 
 def make_batch(stage: Stage, seed: int, step: int) -> Batch:
     """The batch of `step`: a pure function of its arguments."""
     rng = random.Random(f"{seed}/{stage.length}/{step}")
     rows = [_row(make_sequence(stage, rng), stage.length) for _ in range(stage.sequences)]
-    tokens, targets, subjects, kinds = (np.stack(column) for column in zip(*rows, strict=True))
-    return Batch(tokens=tokens, targets=targets, subjects=subjects, kinds=kinds)
+    tokens, targets, subjects, kinds, bridges = (np.stack(column) for column in zip(*rows, strict=True))
+    return Batch(tokens=tokens, targets=targets, subjects=subjects, kinds=kinds, bridges=bridges)
 
 
 def make_sequence(stage: Stage, rng: random.Random) -> PromptWords:
@@ -104,6 +109,7 @@ def make_sequence(stage: Stage, rng: random.Random) -> PromptWords:
     words, subjects = passages_of(world, stage.length - asked * _WORDS_A_QUESTION)
     answered = [False] * len(words)
     kinds: list[str | None] = [None] * len(words)
+    bridges: list[str | None] = [None] * len(words)
     for question in world.questions(asked):
         ask, reply = question_words(question), [*question.answer, END]
         if len(words) + len(ask) + len(reply) <= stage.length:
@@ -111,8 +117,12 @@ def make_sequence(stage: Stage, rng: random.Random) -> PromptWords:
             answered += [False] * len(ask) + [True] * len(reply)
             found = LOOKS if question.kind == "report" else _FOUND
             kinds += [None] * len(ask) + [question.kind if word in found else None for word in reply]
+            bridges += [None] * len(ask)
+            bridges += [
+                None if word not in found or question.kind == "continued" else question.bridge or word for word in reply
+            ]
     subjects += [None] * (len(words) - len(subjects))
-    return PromptWords(words=words, answered=answered, subjects=subjects, kinds=kinds)
+    return PromptWords(words=words, answered=answered, subjects=subjects, kinds=kinds, bridges=bridges)
 
 
 def question_words(question: Question) -> list[str]:
@@ -151,19 +161,22 @@ def _row(sequence: PromptWords, length: int) -> tuple[NDArray[np.int32], ...]:
     for place, kind in enumerate(sequence.kinds[:length]):
         if kind is not None:
             kinds[place - 1] = KINDS.index(kind)
-    return tokens, targets, subjects, kinds
+    bridges = np.full(length, IGNORE, dtype=np.int32)
+    for place, bridge in enumerate(sequence.bridges[:length]):
+        if bridge is not None:
+            bridges[place - 1] = ids[bridge]
+    return tokens, targets, subjects, kinds, bridges
 
 
 def curriculum(tokens: int, lengths: Sequence[int]) -> tuple[Stage, ...]:
-    """Stages of `tokens` tokens a batch; questions that need two documents begin with the second stage."""
-    first: tuple[str, ...] = ("single", "implied", "report")
-    later = (*first, "override", "continued", "two_hop", "chain")
+    """Stages of `tokens` tokens a batch. Questions of two steps are asked from the first one on, where there are few
+    entries to choose among, and twice as often as others: they alone teach the second step."""
     return tuple(
         Stage(
             length=length,
             sequences=max(1, tokens // length),
-            kinds=first if index == 0 else later,
+            kinds=(*KINDS, "two_hop", "chain"),
             questions=max(2, min(_MOST_QUESTIONS, length // 40, 16 + length // 80)),
         )
-        for index, length in enumerate(lengths)
+        for length in lengths
     )

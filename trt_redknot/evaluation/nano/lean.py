@@ -64,12 +64,14 @@ class LeanNetwork:
             norm_eps=config.rms_norm_eps,
             scoring=ACT2FN[config.scoring_func],
         )
+        reading = [layer for layer, kind in enumerate(config.layer_types) if kind == _CSA and layer not in silent]
         self.kinds = [
             LayerKind(
                 ratio=config.compress_rates.get(attention, 0),
                 indexer=attention == _CSA,
                 hashed=mlp == "hash_moe",
                 silent=layer in silent,
+                first=layer in reading[:1],
             )
             for layer, (attention, mlp) in enumerate(zip(config.layer_types, config.mlp_layer_types, strict=True))
         ]
@@ -81,7 +83,7 @@ class LeanNetwork:
         self._tables: dict[tuple[int, int, torch.device], Tables] = {}
 
     def __call__(
-        self, tokens: Tensor, *, dense: int = 0, muted: int = 0, watched: Tensor | None = None,
+        self, tokens: Tensor, *, dense: int = 0, muted: int = 0, late: int = 0, watched: Tensor | None = None,
         keep: Sequence[int] = (),
     ) -> Forward:  # fmt: skip
         """Forward of tokens [B, S].
@@ -90,6 +92,7 @@ class LeanNetwork:
             dense: so many sequences, the first ones, attend to every entry in CSA layers; the others to the Indexer's
                 choice.
             muted: so many sequences, the last ones, see no entries in CSA layers.
+            late: so many sequences before them see none in the first CSA layer that has entries.
             watched: int64, places in every block of queries at which the Indexers of dense sequences are compared with
                 the attention; left out: all.
             keep: layers whose output streams are returned.
@@ -99,7 +102,7 @@ class LeanNetwork:
         device = tokens.device
         if watched is None:
             watched = torch.arange(self.sizes.block, device=device)
-        choices = Choices(dense=dense, muted=muted, watched=watched)
+        choices = Choices(dense=dense, muted=muted, late=late, watched=watched)
         tables = self._shape(tokens.shape[0], tokens.shape[1], device)
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
         body = self.model.model

@@ -1,9 +1,12 @@
 """What training minimises: answers, and the auxiliary losses without which nothing forms in 15 minutes.
 
 * Answers: cross entropy of the answers' tokens.
-* Previous tokens: throw-away linear heads on the streams after layer 1 name the tokens at t-1, t-2, t-3. Without them
-  the first layers form no heads that look at the previous token, and training rests on guessing among the values in
-  sight.
+* Previous tokens: throw-away linear heads on the streams after layer 1 name the tokens at t-1 to t-8. Without them the
+  first layers form no heads that look at previous tokens, and training rests on guessing among the values in sight.
+  Eight, because what a question asks for stands so many tokens before the row that must find it.
+* Reading: throw-away heads on the streams after two layers that read, at the rows that must find a word: after the
+  first one, what must be read first (the place where somebody works, before its town can be read); after the second
+  one, the word.
 * Subject: throw-away heads on the streams of reusable layers name the person that a document's word is about. A
   document whose top says only "the same person" can know it only from the document before. The first of them reads a
   layer whose only far entries are HCA's, the second one behind a layer with CSA's.
@@ -24,7 +27,7 @@ from trt_redknot.evaluation.nano.lean import Forward
 from trt_redknot.evaluation.nano.sizes import Selection, Tensor
 from trt_redknot.evaluation.nano.world import KINDS
 
-LOOK_BACK = 3
+LOOK_BACK = 8
 PREVIOUS_LAYER = 1
 
 
@@ -33,6 +36,7 @@ class Weights:
     """Of the losses beside the answers'. `language` weighs the next token of every word."""
 
     previous: float = 0.3
+    reading: float = 0.5
     subject: float = 0.2
     indexer: float = 0.1
     language: float = 0.05
@@ -43,18 +47,23 @@ class AuxiliaryHeads(nn.Module):
 
     Args:
         subject_layers: the layers after which the subject should be known.
+        reading_layers: two layers, after which what must be read first, and the answer, should be known.
     """
 
-    def __init__(self, hidden: int, streams: int, vocab: int, subject_layers: Sequence[int]) -> None:
+    def __init__(
+        self, hidden: int, streams: int, vocab: int, subject_layers: Sequence[int], reading_layers: tuple[int, int]
+    ) -> None:
         super().__init__()
         self.subject_layers = tuple(subject_layers)
+        self.reading_layers = reading_layers
         self.previous = nn.ModuleList(nn.Linear(hidden * streams, vocab) for _ in range(LOOK_BACK))
         self.subjects = nn.ModuleList(nn.Linear(hidden * streams, vocab) for _ in self.subject_layers)
+        self.reading = nn.ModuleList(nn.Linear(hidden * streams, vocab) for _ in self.reading_layers)
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Layers whose streams the heads read."""
-        return (PREVIOUS_LAYER, *self.subject_layers)
+        return (PREVIOUS_LAYER, *self.subject_layers, *self.reading_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +73,7 @@ class Losses:
     Attributes:
         correct: share of answer tokens named right.
         subject_correct: of the last subject head.
+        bridge_correct, reading_correct: of the two reading heads.
         kinds_right, kinds_asked: words that answers had to find, by kind of question, fp32 [kinds].
     """
 
@@ -71,10 +81,13 @@ class Losses:
     answers: Tensor
     previous: Tensor
     subject: Tensor
+    reading: Tensor
     indexer: Tensor
     correct: Tensor
     previous_correct: Tensor
     subject_correct: Tensor
+    bridge_correct: Tensor
+    reading_correct: Tensor
     kinds_right: Tensor
     kinds_asked: Tensor
 
@@ -119,13 +132,15 @@ def indexer_loss(selections: dict[int, Selection], silent: Sequence[int]) -> Ten
 
 
 def losses_of(
-    forward: Forward, heads: AuxiliaryHeads, tokens: Tensor, targets: Tensor, subjects: Tensor, kinds: Tensor, *,
-    weights: Weights, silent: Sequence[int], muted: int = 0,
+    forward: Forward, heads: AuxiliaryHeads, tokens: Tensor, targets: Tensor, subjects: Tensor, kinds: Tensor,
+    bridges: Tensor, *, weights: Weights, silent: Sequence[int], muted: int = 0,
+    late: int = 0,
 ) -> Losses:  # fmt: skip
-    """All losses of a batch; tokens, targets, subjects, kinds int64 [B, S].
+    """All losses of a batch; tokens, targets, subjects, kinds, bridges int64 [B, S].
 
     Args:
         muted: so many sequences, the last ones, do not count in what was answered right.
+        late: so many sequences before them cannot have read anything after the first reading layer.
     """
     counted = len(tokens) - muted
     answers, _ = masked_loss(forward.logits, targets)
@@ -137,19 +152,28 @@ def losses_of(
         for layer, head in zip(heads.subject_layers, heads.subjects, strict=True)
     ]
     subject = torch.stack([loss for loss, _ in named]).mean()
+    early = torch.arange(len(tokens), device=tokens.device)[:, None] < counted - late
+    wanted = (bridges.where(early, IGNORE), targets.where(kinds != IGNORE, IGNORE))
+    read = [
+        masked_loss(head(_normed(forward.streams[layer])), at)
+        for layer, head, at in zip(heads.reading_layers, heads.reading, wanted, strict=True)
+    ]
+    reading = torch.stack([loss for loss, _ in read]).mean()
     indexer = indexer_loss(forward.selections, silent) if forward.selections else torch.zeros_like(answers)
     following = F.cross_entropy(forward.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0)
     total = (
         answers
         + weights.previous * previous
         + weights.subject * subject
+        + weights.reading * reading
         + weights.indexer * indexer
         + weights.language * following
     )
     asked = _asked(kinds[:counted])
     return Losses(
         total=total, answers=answers.detach(), previous=previous.detach(), subject=subject.detach(),
-        indexer=indexer.detach(), correct=correct, previous_correct=previous_correct, subject_correct=named[-1][1],
+        reading=reading.detach(), indexer=indexer.detach(), correct=correct, previous_correct=previous_correct,
+        subject_correct=named[-1][1], bridge_correct=read[0][1], reading_correct=read[1][1],
         kinds_right=(asked * right.flatten()[:, None]).sum(0), kinds_asked=asked.sum(0),
     )  # fmt: skip
 

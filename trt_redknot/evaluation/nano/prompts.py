@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from trt_redknot.evaluation.nano.batches import passages_of, question_words
@@ -69,19 +70,23 @@ def make_prompt(kind: str, length: int, rng: random.Random) -> NanoPrompt:
 
 
 def write_records(
-    directory: Path, lengths: Sequence[int], *, seed: int, short: int = 10, longer: int = 5
+    directory: Path, lengths: Sequence[int], *, seed: int, short: int = 10, longer: int = 5, files: int = 1
 ) -> list[Path]:
-    """One file a length: `short` records with short answers, kinds in turn, then `longer` ones with longer answers."""
+    """Files of `short` records with short answers, kinds in turn, then `longer` ones with longer answers.
+
+    One file a length, or `files` numbered ones.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
-    for length in lengths:
-        rng = random.Random(f"{seed}/records/{length}")
+    for length, part in product(lengths, range(1, files + 1)):
+        label = f"{length}" if files == 1 else f"{length}.{part}"
+        rng = random.Random(f"{seed}/records/{label}")
         kinds = [SHORT_KINDS[index % len(SHORT_KINDS)] for index in range(short)] + [LONGER] * longer
         lines = [
-            json.dumps(make_prompt(kind, length, rng).to_longbench(f"{kind}-{length}-{index:04d}"))
+            json.dumps(make_prompt(kind, length, rng).to_longbench(f"{kind}-{label}-{index:04d}"))
             for index, kind in enumerate(kinds)
         ]
-        path = directory / f"{DATASET}-{length}.jsonl"
+        path = directory / f"{DATASET}-{label}.jsonl"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         paths.append(path)
     return paths

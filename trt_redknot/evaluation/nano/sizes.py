@@ -22,12 +22,14 @@ _SINK, _ZERO = 0, 1
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """A layer's compression ratio (0: none), whether it has an Indexer, how it routes, whether its entries are zero."""
+    """A layer's compression ratio (0: none), whether it has an Indexer, how it routes, whether its entries are zero,
+    and whether it is the first one whose Indexer chooses entries that are not."""
 
     ratio: int
     indexer: bool
     hashed: bool
     silent: bool = False
+    first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +63,14 @@ class Choices:
     Attributes:
         dense: so many sequences, the first ones, see every entry; the others what the Indexer chooses.
         muted: so many sequences, the last ones, see no entry at all.
+        late: so many sequences before them see none in the first of these layers.
         watched: int64 [W'], the places of each block of W tokens at which a dense sequence's Indexer is compared with
             the attention.
     """
 
     dense: int
     muted: int
+    late: int
     watched: Tensor
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Steps before a capture: they make the optimizer's state, and what libraries allocate on first use.
 _WARM_UP = 3
 _WATCHED = 4
-_INPUTS = ("tokens", "targets", "subjects", "kinds")
+_INPUTS = ("tokens", "targets", "subjects", "kinds", "bridges")
 
 
 class StageSteps:
@@ -41,6 +41,7 @@ class StageSteps:
         self._optimizer, self._parameters, self._device = optimizer, list(named.values()), device
         self._captured, self._note = captured, note
         self._dense = stage.sequences - round(stage.sequences * recipe.sparse)
+        self._late = int(stage.sequences * recipe.late)
         self._muted = min(int(stage.sequences * recipe.mute), stage.sequences - self._dense)
         shape = (stage.sequences, stage.length)
         self._inputs = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in _INPUTS}
@@ -95,12 +96,12 @@ class StageSteps:
     def _compute(self) -> torch.Tensor:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             forward = self._network(
-                self._inputs["tokens"], dense=self._dense, muted=self._muted, watched=self._watched,
+                self._inputs["tokens"], dense=self._dense, muted=self._muted, late=self._late, watched=self._watched,
                 keep=self._heads.layers,
             )  # fmt: skip
             losses = losses_of(
                 forward, self._heads, *(self._inputs[name] for name in _INPUTS), weights=self._recipe.weights,
-                silent=self._recipe.sizes.silent, muted=self._muted,
+                silent=self._recipe.sizes.silent, muted=self._muted, late=self._late,
             )  # fmt: skip
         self._optimizer.zero_grad(set_to_none=True)
         losses.total.backward()
@@ -119,9 +120,10 @@ def logged_values(losses: Losses) -> torch.Tensor:
 
 
 def named_values(values: Sequence[float], kinds: Sequence[str]) -> dict[str, float]:
-    """What `logged_values` holds, by name; of the kinds of questions the share that was found, where one was asked."""
+    """What `logged_values` holds, by name; of all questions and by kind the share of words that was found."""
     scalars = [field.name for field in fields(Losses) if not field.name.startswith("kinds_")]
     named = dict(zip(scalars, values, strict=False))
     right, asked = values[len(scalars) : len(scalars) + len(kinds)], values[len(scalars) + len(kinds) :]
+    named["found"] = sum(right) / max(1.0, sum(asked))
     shares = {f"found_{kind}": r / a for kind, r, a in zip(kinds, right, asked, strict=True) if a}
     return named | shares

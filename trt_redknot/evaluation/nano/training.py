@@ -35,12 +35,16 @@ class Recipe:
         lengths: tokens of a sequence, by stage.
         first: share of the run at which the first stage ends at the latest: what it does not teach, later ones do not
             teach either. The later stages share what is left evenly.
-        advance: a stage ends earlier once this share of answer tokens is right.
+        advance: a stage ends earlier once this share of the words that answers must find is found.
         tokens: of a batch.
         sparse, mute: shares of a batch that attend to the Indexer's choice only, and, among them, that see no CSA
             entries at all.
+        late: share of a batch that sees no entries in the first CSA layer that has some: the next one must learn to
+            find facts as well, for whose it should find may be known only after the first.
         subject_layers: layers after which words should know their subject: behind the first layer with HCA entries,
             and behind one with CSA entries more.
+        reading_layers: layers after which the first and the second thing that a question asks for should be known:
+            the first two that read CSA entries behind the leading fence.
         steps, minutes: the run ends with so many steps, or after so much wall clock over all its resumptions; one of
             them may be None.
     """
@@ -50,8 +54,8 @@ class Recipe:
     steps: int | None = 4000
     minutes: float | None = None
     lengths: tuple[int, ...] = (128, 512, 1024, 2048)
-    first: float = 0.45
-    advance: float = 0.97
+    first: float = 0.2
+    advance: float = 0.95
     tokens: int = 32768
     rate: float = 1.5e-3
     floor: float = 0.05
@@ -60,7 +64,9 @@ class Recipe:
     clip: float = 1.0
     sparse: float = 0.5
     mute: float = 0.0625
+    late: float = 0.125
     subject_layers: tuple[int, ...] = (3, 5)
+    reading_layers: tuple[int, int] = (4, 6)
     weights: Weights = field(default_factory=Weights)
 
     @property
@@ -95,9 +101,11 @@ class Trainer:
         self.model = torch.nn.Module.to(make_model(recipe.sizes, recipe.seed), device).train()
         config = self.model.config
         torch.manual_seed(recipe.seed + 1)
+        last = recipe.sizes.layers - 1
         self.heads = AuxiliaryHeads(
             config.hidden_size, config.hc_mult, config.vocab_size,
-            [min(layer, recipe.sizes.layers - 1) for layer in recipe.subject_layers],
+            [min(layer, last) for layer in recipe.subject_layers],
+            (min(recipe.reading_layers[0], last), min(recipe.reading_layers[1], last)),
         ).to(device)  # fmt: skip
         self.network = LeanNetwork(self.model, silent=recipe.sizes.silent, compiled=compiled)
         self.named = {
@@ -182,7 +190,7 @@ class Trainer:
             log({"step": self.progress.step, "length": stage.length, "rate": self._rate(), **means,
                  "step_ms": (now - started) / REPORT * 1e3})  # fmt: skip
             started, sums = now, None
-            if self._advance(means["correct"]):
+            if self._advance(means["found"]):
                 return True
             if pause():
                 return False
@@ -194,12 +202,12 @@ class Trainer:
             captured=self._captured, note=self._note,
         )  # fmt: skip
 
-    def _advance(self, correct: float) -> bool:
+    def _advance(self, found: float) -> bool:
         """Move to the next stage where this one has nothing left to teach, or its time is over."""
         recipe, progress = self.recipe, self.progress
         if progress.stage + 1 >= len(recipe.lengths):
             return False
-        learnt = correct >= recipe.advance and progress.stage_steps >= 5 * REPORT
+        learnt = found >= recipe.advance and progress.stage_steps >= 5 * REPORT
         begun = progress.stage_share
         end = recipe.first if progress.stage == 0 else begun + (1 - begun) / (len(recipe.lengths) - progress.stage)
         if not learnt and self.share < end:

@@ -31,10 +31,9 @@ LOOKS = _words("""
     orange painted pearl pink plain purple red rusty sandy scarlet silver striped violet white yellow
 """)
 
-SITES = _words("""
-    archive bakery barn brewery chapel clinic dairy farm ferry forge foundry garage hall harbour hotel inn kiln
-    library market mill mine museum nursery observatory orchard quarry school shop stable station theatre
-    workshop
+FIRMS = _words("""
+    Alfix Aurio Borex Brano Cetus Cordia Delvo Dorex Ekvo Eltra Fenix Forma Glimax Hydra Isola Jupra Kelvo Lumo Marex
+    Novita Optima Prisma Quanta Rondo Solex Tekno Ultra Vanto Wexio Xenon Ynor Zeta
 """)
 
 TOWNS = _words("""
@@ -59,8 +58,8 @@ SCENES = _words("""
 """)
 
 GRAMMAR = _words("""
-    Passage Question Answer Report About More about the same person What is now In which town does work works at
-    stands in reports to Who end line of The On It They was and quiet crossed before near . : , ? ;
+    Passage Question Answer Report About More about the same person What Who is now of employer town chief In The On It
+    They was and quiet crossed before near . : , ?
 """)
 
 NUMBERS = tuple(str(number) for number in range(1, 257))
@@ -69,7 +68,7 @@ NUMBERS = tuple(str(number) for number in range(1, 257))
 @cache
 def vocabulary() -> tuple[str, ...]:
     """All tokens in the order of their ids; `<pad>` is 0 and `<eos>` is 1."""
-    groups = (GRAMMAR, NAMES, THINGS, LOOKS, SITES, TOWNS, SEASONS, DAYS, WEATHER, SCENES, NUMBERS)
+    groups = (GRAMMAR, NAMES, THINGS, LOOKS, FIRMS, TOWNS, SEASONS, DAYS, WEATHER, SCENES, NUMBERS)
     return tuple(dict.fromkeys([PAD, END, *(word for group in groups for word in group)]))
 
 

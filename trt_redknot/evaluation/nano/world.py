@@ -1,13 +1,14 @@
-"""Makes up documents and questions: who owns what, who works where, who reports to whom.
+"""Makes up documents and questions: who owns what, who works for whom and where, who is whose chief.
 
 Kinds of questions, and what an answer needs:
 
     single       a fact stated in full, anywhere
     override     a fact that a later document replaced
+    relation     somebody's employer or chief, the town of a firm: the single steps of two_hop and chain
     implied      a fact of a document that names its subject once, at its top
     continued    the same, and the top only says "the same person": the subject stands in the document before
-    two_hop      a fact about the place that another document names
-    chain        the end of a line of people two links long, one link a document
+    two_hop      the town of somebody's employer, which another document names
+    chain        the chief of somebody's chief, whom another document names
     report       several facts of one person, as sentences: a longer answer
 """
 
@@ -16,12 +17,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from trt_redknot.evaluation.nano.words import DAYS, LOOKS, NAMES, SCENES, SEASONS, SITES, THINGS, TOWNS, WEATHER
+from trt_redknot.evaluation.nano.words import DAYS, FIRMS, LOOKS, NAMES, SCENES, SEASONS, THINGS, TOWNS, WEATHER
 
-SHORT_KINDS = ("single", "override", "implied", "continued", "two_hop", "chain")
+SHORT_KINDS = ("single", "override", "relation", "implied", "continued", "two_hop", "chain")
 KINDS = (*SHORT_KINDS, "report")
 _LINKS = 2
+_FEW_PEOPLE = (5, 12)
+_PEOPLE = (20, 40, len(NAMES))
 _REPORTED = (3, 6)
 # Words that a question with its answer may take.
 QUESTION_WORDS = 18
@@ -29,11 +33,16 @@ QUESTION_WORDS = 18
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One question: its kind, its words, the words of its answer."""
+    """One question: its kind, its words, the words of its answer.
+
+    Attributes:
+        bridge: what must be read before the answer can be: the employer of `two_hop`, the chief of `chain`.
+    """
 
     kind: str
     words: tuple[str, ...]
     answer: tuple[str, ...]
+    bridge: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +73,28 @@ class World:
 
     Attributes:
         kinds: question kinds that the documents should allow.
-        small: documents of a few sentences, for short prompts.
+        small: documents of a few sentences about few people, for short prompts.
+        people: who may be named. Few, so that knowing the person is not enough to find a fact.
     """
 
     rng: random.Random
     kinds: Sequence[str]
     small: bool = False
     passages: list[Passage] = field(default_factory=list)
+    people: list[str] = field(default_factory=list)
     _facts: dict[tuple[str, str], _Fact] = field(default_factory=dict)
-    _works: dict[str, str] = field(default_factory=dict)
-    _stands: dict[str, str] = field(default_factory=dict)
+    _employers: dict[str, str] = field(default_factory=dict)
+    _towns: dict[str, str] = field(default_factory=dict)
     _homeless: dict[str, int] = field(default_factory=dict)
     _lines: list[list[str]] = field(default_factory=list)
     _open_lines: list[tuple[list[str], int]] = field(default_factory=list)
     _in_lines: set[str] = field(default_factory=set)
     _file: tuple[str, bool] | None = None
     _below: str | None = None
+
+    def __post_init__(self) -> None:
+        count = self.rng.randint(*_FEW_PEOPLE) if self.small else self.rng.choice(_PEOPLE)
+        self.people = self.rng.sample(NAMES, min(count, len(NAMES)))
 
     def add_passage(self) -> Passage:
         """One more document."""
@@ -93,7 +108,7 @@ class World:
         return passage
 
     def questions(self, count: int, kinds: Sequence[str] | None = None) -> list[Question]:
-        """Up to `count` different questions, kinds in turn."""
+        """Up to `count` different questions, kinds in turn; a kind that is named twice is asked twice in each turn."""
         allowed = self.kinds if kinds is None else kinds
         by_kind = {kind: self._candidates(kind) for kind in allowed}
         for candidates in by_kind.values():
@@ -102,8 +117,7 @@ class World:
         while len(chosen) < count and any(by_kind.values()):
             order = [kind for kind in allowed if by_kind[kind]]
             self.rng.shuffle(order)
-            for kind in order[: count - len(chosen)]:
-                chosen.append(by_kind[kind].pop())
+            chosen += [by_kind[kind].pop() for kind in order[: count - len(chosen)] if by_kind[kind]]
         return chosen
 
     def _sentences(self) -> list[tuple[list[str], list[str | None]]]:
@@ -121,7 +135,7 @@ class World:
                 sentence = self._free_sentence()
             about: list[str | None] = [subject] * len(sentence)
             if self._below is not None:
-                about[sentence.index("to") + 1] = self._below
+                about[sentence.index("is") + 1] = self._below
                 self._below = None
             sentences.append((sentence, about))
         return sentences
@@ -144,8 +158,8 @@ class World:
 
     def _new_person(self) -> str:
         known = {person for person, _ in self._facts}
-        fresh = [name for name in NAMES if name not in known]
-        return self.rng.choice(fresh or NAMES)
+        fresh = [name for name in self.people if name not in known]
+        return self.rng.choice(fresh or self.people)
 
     def _implied(self, subject: str) -> list[str]:
         assert self._file is not None
@@ -162,14 +176,14 @@ class World:
         if "override" in self.kinds:
             makers.append((self._notice, 0.15))
         if "two_hop" in self.kinds:
-            makers.append((self._place, 0.25))
+            makers.append((self._employment, 0.25))
         if "chain" in self.kinds:
             makers.append((self._link, 0.2))
         maker = self.rng.choices([maker for maker, _ in makers], [weight for _, weight in makers])[0]
         return maker()
 
     def _fact(self) -> list[str]:
-        person, thing = self.rng.choice(NAMES), self.rng.choice(THINGS)
+        person, thing = self.rng.choice(self.people), self.rng.choice(THINGS)
         if (person, thing) in self._facts:
             return self._filler()
         look, here = self.rng.choice(LOOKS), len(self.passages)
@@ -186,21 +200,21 @@ class World:
         fact.kind = "override"
         return ["The", fact.thing, "of", fact.person, "is", "now", fact.look, "."]
 
-    def _place(self) -> list[str]:
-        elsewhere = [site for site, passage in self._homeless.items() if passage < len(self.passages)]
+    def _employment(self) -> list[str]:
+        elsewhere = [firm for firm, passage in self._homeless.items() if passage < len(self.passages)]
         if elsewhere and self.rng.random() < 0.6:
-            site = self.rng.choice(elsewhere)
-            del self._homeless[site]
-            self._stands[site] = self.rng.choice(TOWNS)
-            return ["The", site, "stands", "in", self._stands[site], "."]
-        free = [name for name in NAMES if name not in self._works]
-        person, site = self.rng.choice(free or NAMES), self.rng.choice(SITES)
-        if person in self._works:
+            firm = self.rng.choice(elsewhere)
+            del self._homeless[firm]
+            self._towns[firm] = self.rng.choice(TOWNS)
+            return ["The", "town", "of", firm, "is", self._towns[firm], "."]
+        free = [name for name in self.people if name not in self._employers]
+        if not free:
             return self._filler()
-        self._works[person] = site
-        if site not in self._stands and site not in self._homeless:
-            self._homeless[site] = len(self.passages)
-        return [person, "works", "at", "the", site, "."]
+        person, firm = self.rng.choice(free), self.rng.choice(FIRMS)
+        self._employers[person] = firm
+        if firm not in self._towns and firm not in self._homeless:
+            self._homeless[firm] = len(self.passages)
+        return ["The", "employer", "of", person, "is", firm, "."]
 
     def _link(self) -> list[str]:
         """One link of a line of people; a line grows by one link at a time, in order."""
@@ -223,14 +237,14 @@ class World:
             self._lines.append(people)
         else:
             self._open_lines.append((people, len(self.passages)))
-        return [below, "reports", "to", above, "."]
+        return ["The", "chief", "of", below, "is", above, "."]
 
     def _new_line(self) -> list[str]:
         first = self._new_member()
         return [] if first is None else [first]
 
     def _new_member(self) -> str | None:
-        free = [name for name in NAMES if name not in self._in_lines]
+        free = [name for name in self.people if name not in self._in_lines]
         if not free:
             return None
         name = self.rng.choice(free)
@@ -251,23 +265,35 @@ class World:
     def _candidates(self, kind: str) -> list[Question]:
         if kind == "two_hop":
             return [
-                _question(kind, ("In", "which", "town", "does", person, "work", "?"), (self._stands[site],))
-                for person, site in self._works.items()
-                if site in self._stands
-            ]
+                _question(kind, ("What", "is", "the", "town", "of", "the", "employer", "of", who, "?"),
+                          (self._towns[firm],), firm)
+                for who, firm in self._employers.items()
+                if firm in self._towns
+            ]  # fmt: skip
         if kind == "chain":
             return [
-                _question(
-                    kind, ("Who", "is", "at", "the", "end", "of", "the", "line", "of", people[0], "?"), people[-1:]
-                )
+                _question(kind, ("Who", "is", "the", "chief", "of", "the", "chief", "of", people[0], "?"),
+                          people[-1:], people[1])
                 for people in self._lines
-            ]
+            ]  # fmt: skip
         if kind == "report":
             return self._reports()
+        if kind == "relation":
+            return self._relations()
         return [
             _question(kind, ("What", "is", "the", fact.thing, "of", fact.person, "?"), (fact.look,))
             for fact in self._facts.values()
             if fact.kind == kind
+        ]
+
+    def _relations(self) -> list[Question]:
+        lines = [*self._lines, *(people for people, _ in self._open_lines)]
+        chiefs = [("Who", "chief", below, above) for people in lines for below, above in pairwise(people)]
+        employers = [("What", "employer", who, firm) for who, firm in self._employers.items()]
+        towns = [("What", "town", firm, town) for firm, town in self._towns.items()]
+        return [
+            _question("relation", (ask, "is", "the", what, "of", whose, "?"), (answer,))
+            for ask, what, whose, answer in (*chiefs, *employers, *towns)
         ]
 
     def _reports(self) -> list[Question]:
@@ -284,8 +310,8 @@ class World:
         return questions
 
 
-def _question(kind: str, words: Sequence[str], answer: Sequence[str]) -> Question:
-    return Question(kind=kind, words=tuple(words), answer=tuple(answer))
+def _question(kind: str, words: Sequence[str], answer: Sequence[str], bridge: str | None = None) -> Question:
+    return Question(kind=kind, words=tuple(words), answer=tuple(answer), bridge=bridge)
 
 
 def header(number: int) -> list[str]:

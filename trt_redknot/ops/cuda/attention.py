@@ -33,7 +33,7 @@ def seg_latent_attention(
     """Attention over a segment table, one launch on the current stream, no synchronisation.
 
     Args:
-        q_global, q_local: bf16 [R, Hg, 512], [R1, Hl, 512]: normed, not rotated, |q| at most 65504.
+        q_global, q_local: bf16 [R, Hg, 512], [R1, Hl, 512]: normed, not rotated.
         latents, entries: pools of one dtype, bf16 [rows, 512] or packed uint8 [rows, 584]
             (:mod:`trt_redknot.ops.reference.packing`), read in place.
         selected: int64 [R, k], k at most 1024, distinct in each row, -1 for none.

@@ -13,8 +13,6 @@ import click
 from trt_redknot.cli.documents import find_documents, read_document
 from trt_redknot.cli.output import Output
 from trt_redknot.config.policy import ReusePolicy
-from trt_redknot.engine.manifest import read_manifest
-from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.errors import RequestError
 from trt_redknot.serving.bench.load import Load, Plan
 from trt_redknot.serving.bench.records import Level, Loop, write_log
@@ -70,6 +68,8 @@ def bench(
     page_path: Path | None,
 ) -> None:  # fmt: skip
     """Measure a service under load, with reuse and without: TTFT, time a token, latency, throughput, goodput."""
+    from trt_redknot.engine.manifest import read_manifest
+
     manifest, geometry = read_manifest(engine)
     workload = Workload(
         documents=_documents(paths, random_, engine, geometry.vocab, seed),
@@ -123,6 +123,8 @@ def _wanted(ttft_ms: float | None, tpot_ms: float | None) -> str:
 def _documents(
     paths: tuple[Path, ...], random_: str | None, engine: Path, vocab: int, seed: int
 ) -> tuple[tuple[int, ...], ...]:
+    from trt_redknot.engine.tokenizer import EngineTokenizer
+
     if bool(paths) == (random_ is not None):
         raise RequestError("a bench needs documents", expected="paths of documents, or --random COUNTxTOKENS")
     if random_ is None:

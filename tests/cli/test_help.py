@@ -1,0 +1,102 @@
+"""Help is instant: no script and no command waits for torch before it says what its options are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from trt_redknot.cli.evaluate import evaluate_command
+from trt_redknot.cli.main import cli
+from trt_redknot.serving.__main__ import ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ["build_engine.py", *(str(path.relative_to(ROOT)) for folder in ("run", "examples")
+                                for path in sorted((ROOT / folder).glob("*.py")))]  # fmt: skip
+# What takes seconds to import, or is not there where only the help is read.
+HEAVY = ("torch", "transformers", "tokenizers", "tensorrt", "triton", "mpi4py")
+# Runs each command in one interpreter in which nothing heavy can be imported; prints what each one said.
+PROGRAM = """
+import contextlib, io, json, os, runpy, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in HEAVY:
+            raise ImportError(f"the help imports {name}")
+
+HEAVY, commands = json.loads(sys.argv[1])
+sys.meta_path.insert(0, Refuse())
+said = []
+for command in commands:
+    out, status = io.StringIO(), None
+    module = command[0] == "-m"
+    sys.argv = command[1:] if module else command
+    with contextlib.redirect_stdout(out):
+        try:
+            if module:
+                runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
+                runpy.run_path(command[0], run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+        except ImportError as error:
+            status = str(error)
+    said.append([status, out.getvalue()])
+print(json.dumps(said))
+"""
+
+
+def paths(command: click.Command, context: click.Context, start: list[str]) -> list[list[str]]:
+    """A command and everything below it, as what is typed."""
+    found = [start]
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            found += paths(below, context, [*start, name])
+    return found
+
+
+def typed() -> list[list[str]]:
+    context = click.Context(cli)
+    scripts = [[script] for script in SCRIPTS if script != "run/evaluate.py"]
+    return [
+        *scripts,
+        *paths(evaluate_command(None), context, ["run/evaluate.py"]),
+        *paths(cli, context, ["-m", "trt_redknot"]),
+        *paths(ranks, context, ["-m", "trt_redknot.serving"]),
+        ["-m", "trt_redknot.serving.triton_launch"],
+    ]
+
+
+def test_the_list_has_every_script_and_command() -> None:
+    assert {"run/generate.py", "run/train_nano.py", "run/bench_ttft.py", "examples/make_checkpoint.py"} <= set(SCRIPTS)
+    assert ["-m", "trt_redknot", "artifacts", "build"] in typed()
+    assert ["run/evaluate.py", "sweep"] in typed()
+
+
+def test_help_imports_nothing_heavy() -> None:
+    commands = [[*command, "--help"] for command in typed()]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps([HEAVY, commands])],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert len(said) == len(commands)
+    for command, (status, text) in zip(commands, said, strict=True):
+        assert status == 0, (command, status)
+        assert text.startswith("Usage: "), command
+
+
+def test_the_refusal_works() -> None:
+    """Else the test above could not fail."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps([HEAVY, [["-m", f"{name}.nothing"] for name in HEAVY]])],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert [status for status, _ in json.loads(done.stdout)] == [f"the help imports {name}" for name in HEAVY]

@@ -1,0 +1,69 @@
+"""The launcher's word to its front ends, and processes that outlive their server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from tests.support.triton import ROOT, alive
+from trt_redknot.serving.ending import VARIABLE, FrontEnds, end_on_word
+
+
+def test_front_ends_end_at_the_launchers_word_and_it_waits_for_them() -> None:
+    front_ends = FrontEnds()
+    closing, may_end = [threading.Event() for _ in range(2)], threading.Event()
+
+    def closer(event: threading.Event) -> None:
+        event.set()
+        assert may_end.wait(60)
+
+    followers = [end_on_word(front_ends.environment, lambda event=event: closer(event)) for event in closing]
+    while front_ends.connected < len(closing):
+        assert not any(event.is_set() for event in closing)
+    # Nobody has said anything yet: nothing to wait for.
+    followers[0]()
+    ending = threading.Thread(target=front_ends.end, args=(60.0,))
+    ending.start()
+    assert all(event.wait(60) for event in closing)
+    assert ending.is_alive()
+    may_end.set()
+    for follow in followers:
+        follow()
+    ending.join(60)
+    assert not ending.is_alive()
+    front_ends.close()
+
+
+def test_front_ends_live_on_where_there_is_no_launcher(tmp_path: Path) -> None:
+    closed: list[int] = []
+    for environment in ({}, {VARIABLE: str(tmp_path / "gone.sock")}):
+        end_on_word(environment, lambda: closed.append(1))()
+    front_ends = FrontEnds()
+    follow = end_on_word(front_ends.environment, lambda: closed.append(1))
+    while not front_ends.connected:
+        assert not closed
+    front_ends.close()
+    follow()
+    assert closed == []
+
+
+def test_processes_that_outlive_their_server_are_ended() -> None:
+    """The server's child is told to end and does not listen; its launcher leaves when it is gone."""
+    program = """
+import os, sys, time
+from pathlib import Path
+from trt_redknot.serving import running
+running._GONE_S = 0.1
+child = "trap '' TERM; echo $$; while :; do sleep 0.05; done"
+command = ["/bin/sh", "-c", f'/bin/sh -c "$0" & sleep 0.5', child]
+raise SystemExit(running.run_until_ended(command, os.environ, Path("/bin/sh")))
+"""
+    launcher = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=60, check=False
+    )
+    assert launcher.returncode == 0
+    assert not alive(int(launcher.stdout))
+    assert os.getpid() != int(launcher.stdout)

@@ -1,0 +1,194 @@
+"""Whether the two arms agree, before their times are compared: a request whose rows are all protected, against
+recomputation of the same tokens, at every row of several prompts.
+
+Both compute the same function with other rounding: a document's latents are rotated in its own frame and rounded there.
+What that may change is measured in the same run instead of guessed. Rotations are relative, so recomputation with all
+positions moved by a constant is the same function once more, and rounds otherwise in the same places:
+
+    fault     distance(protected, recomputed)
+    bound     distance(recomputed with positions moved, in other chunks; recomputed), times a small factor
+
+Distances are taken segment by segment, so that a fault in one document is not thinned out by the others. The rows after
+a document that is an exact prefix, and whose artifact replaces all its rows, are held to the same bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trt_redknot.artifacts.formats import ArtifactFormat
+from trt_redknot.config.geometry import ModelGeometry, RouterKind
+from trt_redknot.config.policy import ReusePolicy
+from trt_redknot.engine.context import RankContext
+from trt_redknot.evaluation.kept import keep_artifact
+from trt_redknot.evaluation.standin import StandInRank
+from trt_redknot.evaluation.ttft import first_token, prompt, segment_table
+from trt_redknot.request.segments import RowClass, Segment, SegmentKind
+
+# Many rows make an average that scatters little. Where routers choose, near ties flip, and it scatters more.
+RMS_FACTOR = {RouterKind.HASH: 1.25, RouterKind.LEARNED: 1.5}
+# The largest of many rows scatters more. One row that is another's is several times as far away.
+LARGEST_FACTOR = {RouterKind.HASH: 2.0, RouterKind.LEARNED: 3.0}
+# Both arms round the first document's rows alike.
+PREFIX_FACTOR = 0.5
+# The bound's runs begin at positions up to this.
+_FRAMES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """How far two sets of logits are apart.
+
+    Attributes:
+        rms: |a - b| / |b| over all rows.
+        largest: the same of the row where it is largest.
+    """
+
+    rms: float
+    largest: float
+
+
+class Apart:
+    """Collects the :class:`Distance` of rows that come by and by."""
+
+    def __init__(self) -> None:
+        self._apart: list[torch.Tensor] = []
+        self._sizes: list[torch.Tensor] = []
+
+    def add(self, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Logits [R, V]."""
+        self._apart.append((found - wanted).norm(dim=1))
+        self._sizes.append(wanted.norm(dim=1))
+
+    def distance(self) -> Distance:
+        """Of all rows so far. Not-a-number where one of them is not finite."""
+        apart, sizes = torch.cat(self._apart).double(), torch.cat(self._sizes).double()
+        return Distance(rms=float(apart.norm() / sizes.norm()), largest=float((apart / sizes).max()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentAgreement:
+    """Rows of one segment: what is checked, and what bounds it."""
+
+    rows: int
+    protected: Distance
+    recomputed: Distance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What the check found on one network.
+
+    Attributes:
+        routers: of all its layers: hash routers flip no near tie, so that rounding stays small and faults stand out.
+        runs: prompts.
+        prefix_equal: share of the first document's rows that are bit for bit what recomputation gave: both arms round
+            them alike.
+        reused: the last segment's rows, where an artifact replaces all rows before it.
+    """
+
+    routers: RouterKind
+    runs: int
+    prefix_equal: float
+    segments: tuple[SegmentAgreement, ...]
+    reused: SegmentAgreement
+
+    def faults(self) -> list[str]:
+        """Where protected rows are further from recomputation than rounding explains; empty where nowhere."""
+        found = []
+        places = [*((f"segment {index}", each) for index, each in enumerate(self.segments)), ("reuse", self.reused)]
+        for place, segment in places:
+            for name, factor in (("rms", RMS_FACTOR), ("largest", LARGEST_FACTOR)):
+                distance: float = getattr(segment.protected, name)
+                times = factor[self.routers] * (PREFIX_FACTOR if place == "segment 0" else 1.0)
+                bound: float = times * getattr(segment.recomputed, name)
+                # Not-a-number is no distance either.
+                if not distance <= bound:
+                    found.append(
+                        f"{self.routers} routers, {place}: {name} distance {distance:.2e}, more than "
+                        f"{bound:.2e} ({times} times what recomputations differ by)"
+                    )
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "routers": self.routers.value, "faults": self.faults()}
+
+
+def checked_geometry(
+    geometry: ModelGeometry, routers: RouterKind, *, layers: int, experts: int, vocab: int
+) -> ModelGeometry:
+    """The same layers, fewer of them, with fewer experts, all routed alike: small enough for a rank to hold alone."""
+    kinds = geometry.attention_kinds[:layers]
+    return dataclasses.replace(
+        geometry, attention_kinds=kinds, router_kinds=(routers,) * len(kinds), experts=experts, vocab=vocab
+    )
+
+
+def check_arms(rank: StandInRank, length: int, documents: int, *, runs: int, chunks: Sequence[int]) -> Agreement:
+    """Compare the arms over a whole network whose layers are all routed alike. Collective.
+
+    Args:
+        rank: with real collectives, so that answers are answers.
+        length: tokens.
+        runs: prompts.
+        chunks: rows of a chunk, at most; prompts take them by turns, both arms alike, the bound's runs the next one.
+    """
+    rank.ropes.grow(length + _FRAMES)
+    # The same on every rank.
+    starts = np.random.default_rng(runs).integers(1, _FRAMES, runs).tolist()
+    fresh, documented = (segment_table(length, documents, reuse=reuse) for reuse in (False, True))
+    protected, recomputed = [Apart() for _ in documented], [Apart() for _ in documented]
+    reused, prefix, question, equal = Apart(), documented[0], documented[-1], 0
+    for run, start in enumerate(starts):
+        context, other = (
+            dataclasses.replace(each, chunk_rows=chunks[(run + turn) % len(chunks)])
+            for turn, each in enumerate((rank.context, rank.moved(start)))
+        )
+        base = _logits(context, run, fresh, None)
+        found = _logits(context, run, documented, ReusePolicy(protect="all"))
+        moved = _logits(other, run, fresh, None)
+        for segment, ours, bound in zip(documented, protected, recomputed, strict=True):
+            rows = slice(segment.start, segment.stop)
+            ours.add(found[rows], base[rows])
+            bound.add(moved[rows], base[rows])
+        rows = slice(prefix.start, prefix.stop)
+        equal += int((found[rows] == base[rows]).all(1).sum())
+        reused.add(_reused(context, run, question), base[question.start : question.stop])
+    (router,) = set(rank.context.geometry.router_kinds)
+    segments = [
+        SegmentAgreement(rows=segment.length, protected=ours.distance(), recomputed=bound.distance())
+        for segment, ours, bound in zip(documented, protected, recomputed, strict=True)
+    ]
+    last = segments[-1]
+    return Agreement(
+        routers=router, runs=runs, prefix_equal=equal / (runs * prefix.length), segments=tuple(segments),
+        reused=SegmentAgreement(rows=last.rows, protected=reused.distance(), recomputed=last.recomputed),
+    )  # fmt: skip
+
+
+def _logits(context: RankContext, seed: int, segments: Sequence[Segment], policy: ReusePolicy | None) -> torch.Tensor:
+    """fp32 [R, V] of every row."""
+    found = first_token(context, segments, {}, policy, asked=np.arange(segments[-1].stop), seed=seed).asked
+    assert found is not None
+    return found
+
+
+def _reused(context: RankContext, seed: int, question: Segment) -> torch.Tensor:
+    """fp32 [R, V] of the question's rows, where one artifact replaces all that is before it."""
+    tokens = prompt(context.geometry, question.stop, seed)
+    document = keep_artifact(context, tokens[: question.start], ArtifactFormat.exact_for(context.dtype))
+    segments = [
+        Segment(index=0, kind=SegmentKind.PREFIX, start=0, length=question.start, artifact_id="kept"),
+        Segment(index=1, kind=SegmentKind.FRESH, start=question.start, length=question.length),
+    ]
+    asked = np.arange(question.start, question.stop)
+    found = first_token(context, segments, {0: document}, ReusePolicy(tau=1.0), asked=asked, seed=seed)
+    assert found.asked is not None
+    assert found.plan.count(RowClass.OMITTED) == question.start
+    return found.asked

@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 from trt_redknot.cli.command import run_command
+from trt_redknot.cli.numbers import FiniteRange
 from trt_redknot.launch import world_communicator
 
 
@@ -28,7 +29,7 @@ from trt_redknot.launch import world_communicator
 @click.option("--layers", type=click.IntRange(7), help="Only so many layers (fences kept), where memory is short.")
 @click.option("--length", "lengths", type=click.IntRange(1024), multiple=True, default=(65536,))
 @click.option("--documents", type=click.IntRange(1), default=8)
-@click.option("--budget", "budgets", type=click.FloatRange(0, 1), multiple=True, default=(0.10,))
+@click.option("--budget", "budgets", type=FiniteRange(0, 1), multiple=True, default=(0.10,))
 @click.option("--tail", type=click.IntRange(0), default=32768)
 @click.option(
     "--chunk-rows", type=click.IntRange(1), help="Rows of a chunk, at most; left out: what memory has room for."
@@ -50,6 +51,8 @@ def main(form: str, check_runs: int, check_only: bool, lengths: tuple[int, ...],
     from trt_redknot.artifacts.formats import ArtifactFormat
     from trt_redknot.evaluation.ttft_bench import BenchOptions, CheckOptions, run_bench
 
+    if check_only and not check_runs:
+        raise click.UsageError("--check-only with --check-runs 0 leaves nothing to do.")
     world = world_communicator()
     wanted = BenchOptions(
         form=ArtifactFormat(form), check=CheckOptions(runs=check_runs), lengths=() if check_only else lengths, **options

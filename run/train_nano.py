@@ -16,6 +16,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))
 
 from trt_redknot.cli.command import run_command  # noqa: E402
+from trt_redknot.cli.numbers import FiniteRange  # noqa: E402
 from trt_redknot.cli.output import Output  # noqa: E402
 from trt_redknot.errors import CheckpointError, LaunchError  # noqa: E402
 
@@ -36,21 +37,19 @@ _STEPS = 4000
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="""\b
 Examples:
-  python run/train_nano.py --output work/nano --minutes 14 --device cuda                the published checkpoint
+  python run/train_nano.py --output work/nano --minutes 9.5 --device cuda --compile     as the published checkpoint
   python run/train_nano.py --output work/nano --minutes 14 --device cuda --pause-after 8
                                              stops after 8 minutes; the same command goes on where it stopped
   python run/train_nano.py --output work/tiny --small --steps 200 --tokens 2048         a few minutes on a CPU
 """,
 )
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder of checkpoint, state and log.")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Training time over all resumptions.")
-@click.option("--pause-after", type=click.FloatRange(0), help="Minutes after which this call saves its state and ends.")
+@click.option("--minutes", type=FiniteRange(0, min_open=True), help="Training time over all resumptions.")
+@click.option("--pause-after", type=FiniteRange(0), help="Minutes after which this call saves its state and ends.")
 @click.option("--steps", type=click.IntRange(1), help="Most steps. Left out: 4000, or with --minutes no limit.")
 @click.option("--tokens", type=click.IntRange(128), default=32768, show_default=True, help="Tokens of a batch.")
 @click.option("--lengths", default="128,512,1024,2048", show_default=True, help="Sequence lengths of the stages.")
-@click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), default=1.5e-3, show_default=True, help="Learning rate."
-)
+@click.option("--rate", type=FiniteRange(0, min_open=True), default=1.5e-3, show_default=True, help="Learning rate.")
 @click.option("--seed", type=click.IntRange(0), default=7, show_default=True)
 @click.option("--device", default="cpu", show_default=True, help="As torch names it.")
 @click.option("--compile", "compiled", is_flag=True, help="Compile what works row by row; once for all lengths.")

@@ -8,9 +8,12 @@ each Python model there, which stays when the server is killed. Such files occup
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
+import signal
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +22,8 @@ SHARED_MEMORY = Path("/dev/shm")
 # First part of the names of the regions of servers that we start; their launcher's number and host follow.
 TRITON_REGIONS = "redknot-triton"
 # sm_segment.<host>.<user>.<job>.<rank>: the segments of Open MPI.
-_SEGMENT = re.compile(r"sm_segment\.(?P<host>.+)\.(?P<user>\d+)\.[0-9a-f]+\.\d+")
-# A file is mapped at once by the process that makes it: one that is older and that nobody maps belongs to the dead.
+_SEGMENT = re.compile(r"sm_segment\.(?P<host>.+)\.(?P<user>[0-9]+)\.[0-9a-f]+\.[0-9]+")
+# A server makes a region before its model's process has it: only what is older and in nobody's hands is of the dead.
 _YOUNG_S = 5.0
 
 
@@ -30,31 +33,19 @@ def region_prefix() -> str:
 
 
 def remove_leftovers(folder: Path = SHARED_MEMORY, *, young_s: float = _YOUNG_S) -> list[Path]:
-    """Remove segments and regions of this user and host that no process maps any more; what was removed.
+    """Remove segments and regions of this user and host that no process uses any more; what was removed.
 
     Args:
         young_s: seconds that a file must be old.
     """
-    candidates = [path for path in _own(folder) if _age_s(path) >= young_s]
-    if not candidates:
-        return []
-    mapped = _mapped()
-    removed = []
-    for path in candidates:
-        # Ranks that start together all come by; a folder that cannot be written to is somebody else's to clean.
-        if str(path) not in mapped:
-            with contextlib.suppress(OSError):
-                path.unlink()
-                removed.append(path)
-    return removed
+    return [path for path in _own(folder) if _age_s(path) >= young_s and _remove_unused(path)]
 
 
 def remove_regions(prefix: str, folder: Path = SHARED_MEMORY) -> None:
     """Remove the regions of a server that has ended. `prefix` is that of :func:`region_prefix`."""
     for path in _entries(folder):
         if path.name.startswith(prefix):
-            with contextlib.suppress(OSError):
-                path.unlink()
+            _remove_unused(path)
 
 
 def _own(folder: Path) -> Iterator[Path]:
@@ -77,24 +68,30 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since its last change; of a file of another user, or one that is gone, none."""
+    """Seconds since its last change; of one that is gone, none."""
     try:
-        found = path.lstat()
+        return time.time() - path.lstat().st_mtime
     except OSError:
         return 0.0
-    return time.time() - found.st_mtime if found.st_uid == os.geteuid() else 0.0
 
 
-def _mapped() -> set[str]:
-    """Paths of all files that processes of this user have mapped."""
-    found: set[str] = set()
-    for process in _entries(Path("/proc")):
-        if process.name.isdecimal():
-            # A process may end while it is looked at; those of other users have none of our files.
-            with contextlib.suppress(OSError):
-                for line in (process / "maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-                    found.add(line[line.find("/") :] if "/" in line else "")
-    return found
+def _remove_unused(path: Path) -> bool:
+    """Remove a file of this user that no process has open or mapped for writing; whether it was."""
+    # Ranks that start together all come by; a folder that cannot be written to is somebody else's to clean.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                # Whoever opens the file while the lease is held is told of by a signal, which by default would end us.
+                fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+                # Refused where any process has it: also one that /proc hides, as in another container with this folder.
+                fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+                path.unlink()
+                return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def _host() -> str:

@@ -14,6 +14,7 @@ from trt_redknot.cli.command import run_command
 from trt_redknot.evaluation.frozen import LONGER, SHORT, freeze
 from trt_redknot.evaluation.nano.network import NanoSizes, nano_config, write_tokenizer
 from trt_redknot.evaluation.nano.prompts import write_documents, write_records
+from trt_redknot.evaluation.nano.world import SHORT_KINDS
 
 LENGTHS = (256, 1024, 2048, 4096)
 SEED = 20261130
@@ -30,10 +31,14 @@ DOCUMENTS = 1200
 @click.option("--longer", type=click.IntRange(0), default=LONGER, show_default=True, help="Longer answers a file.")
 @click.option("--files", type=click.IntRange(1), default=1, show_default=True,
               help="Files a length with so many records each, to measure side by side.")  # fmt: skip
-def main(output: Path, seed: int, lengths: tuple[int, ...], short: int, longer: int, files: int) -> None:
+@click.option("--kind", "kinds", type=click.Choice(SHORT_KINDS), multiple=True, default=SHORT_KINDS,
+              help="Kinds of questions with short answers, in turn. Left out: all.")  # fmt: skip
+def main(
+    output: Path, seed: int, lengths: tuple[int, ...], short: int, longer: int, files: int, kinds: tuple[str, ...]
+) -> None:
     """Write records with their manifest, documents, tokenizer and configuration of the nano example."""
     records = output / "records"
-    written = write_records(records, lengths, seed=seed, short=short, longer=longer, files=files)
+    written = write_records(records, lengths, seed=seed, short=short, longer=longer, files=files, short_kinds=kinds)
     frozen = freeze(records, "nano", written, short=short, longer=longer)
     write_documents(output / "documents", output / "questions.json", DOCUMENTS, seed=seed)
     write_tokenizer(output / "tokenizer")

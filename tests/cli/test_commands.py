@@ -220,6 +220,10 @@ def test_build_refuses_outputs_that_cannot_be(world: World, run: Callable[..., O
         (["--checkpoint", "here", "--max-length", "1"], "--max-length"),
         (["--checkpoint", "here", "--chunk-rows", "-5"], "--chunk-rows"),
         (["--checkpoint", "here", "--dtype", "int4"], "--dtype"),
+        *(
+            (["--dry-run", "--profile", "flash", "--gpu-memory", size], "--gpu-memory")
+            for size in ("nan", "inf", "1e300")
+        ),
         (["--chekpoint", "here"], "--chekpoint"),
     ],
 )

@@ -8,10 +8,15 @@ import sys
 from pathlib import Path
 
 import click
+import pytest
 
+from trt_redknot.cli.build_engine import build_engine_command
+from trt_redknot.cli.compare import compare_command
 from trt_redknot.cli.evaluate import evaluate_command
 from trt_redknot.cli.main import cli
 from trt_redknot.serving.__main__ import ranks
+from trt_redknot.serving.bench.command import bench
+from trt_redknot.serving.triton_probe import probe
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["build_engine.py", *(str(path.relative_to(ROOT)) for folder in ("run", "examples")
@@ -77,6 +82,21 @@ def test_the_list_has_every_script_and_command() -> None:
     assert {"run/generate.py", "run/train_nano.py", "run/bench_ttft.py", "examples/make_checkpoint.py"} <= set(SCRIPTS)
     assert ["-m", "trt_redknot", "artifacts", "build"] in typed()
     assert ["run/evaluate.py", "sweep"] in typed()
+
+
+def test_ranges_of_numbers_hold_finite_ones() -> None:
+    found = []
+    for root in (cli, evaluate_command(None), build_engine_command(None), compare_command(None), bench, probe):
+        pending: list[click.Command] = [root]
+        while pending:
+            command = pending.pop()
+            pending += command.commands.values() if isinstance(command, click.Group) else []
+            found += [each for each in command.params if isinstance(each.type, click.FloatRange)]
+    assert {"budget", "tau", "gpu_memory", "rate", "timeout_s"} <= {each.name for each in found}
+    for parameter in found:
+        for value in ("nan", "inf", "-inf"):
+            with pytest.raises(click.BadParameter):
+                parameter.type.convert(value, parameter, None)
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -1,4 +1,4 @@
-"""Engines for the tests of this folder: of a small nano network with random weights, and of the trained checkpoint."""
+"""Engines for the tests of this folder: of a small nano network with random weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from trt_redknot.evaluation.nano.network import SMALL, make_model, write_checkpo
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "nano"
 RECORDS = EXAMPLES / "records"
-TRAINED = EXAMPLES / "checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +47,6 @@ def random_checkpoint(directory: Path) -> Path:
 def nano(tmp_path_factory: pytest.TempPathFactory) -> Nano:
     folder = tmp_path_factory.mktemp("nano")
     return opened(folder, random_checkpoint(folder / "checkpoint"), fp64(chunk_rows=512))
-
-
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Nano:
-    """The checkpoint of the repository, in fp32."""
-    return opened(tmp_path_factory.mktemp("trained"), TRAINED, BuildOptions(chunk_rows=2048))
 
 
 def opened(folder: Path, checkpoint: Path, options: BuildOptions) -> Nano:

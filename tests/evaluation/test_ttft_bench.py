@@ -25,6 +25,7 @@ from trt_redknot.evaluation.ttft import document_length, segment_table
 from trt_redknot.evaluation.ttft_bench import BenchOptions, CheckOptions, measure
 from trt_redknot.evaluation.ttft_check import Agreement, Distance, SegmentAgreement
 from trt_redknot.evaluation.ttft_report import render_page
+from trt_redknot.reports.page import ReportError
 
 CHECK = CheckOptions(layers=7, experts=8, vocab=97, documents=2, length=2 * 128 + 256, chunks=(600, 200), runs=1)
 
@@ -120,6 +121,8 @@ def test_a_failed_check_is_written_and_ends_the_command(monkeypatch: pytest.Monk
         ttft_bench.run_bench(BenchOptions(json_file=file, page=page), None)
     assert json.loads(file.read_text()) == result
     assert not page.exists()
+    with pytest.raises(ReportError, match=r"cannot be written.*run\.json"):
+        ttft_bench.run_bench(BenchOptions(json_file=file / "run.json"), None)
 
 
 def test_documents_of_the_check_lie_on_whole_windows() -> None:

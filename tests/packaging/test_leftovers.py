@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,13 +40,37 @@ def test_only_what_is_ours_old_and_of_the_dead_is_removed(tmp_path: Path) -> Non
         make(tmp_path, "triton_python_backend_shm_region_abc"),
         make(tmp_path, "sm_segment"),
     ]
-    used = make(tmp_path, f"sm_segment.{HOST}.{user}.aa0001.0")
-    with used.open("r+b") as file, mmap.mmap(file.fileno(), 0):
-        os.utime(used, (time.time() - OLD_S,) * 2)
-        assert sorted(remove_leftovers(tmp_path)) == sorted(dead)
-        assert sorted(tmp_path.iterdir()) == sorted([*kept, used])
-    assert remove_leftovers(tmp_path) == [used]
+    odd = [f"sm_segment.{HOST}.{user}.aa0001.{number}" for number in range(3)]
+    (tmp_path / odd[0]).mkdir()
+    (tmp_path / odd[1]).symlink_to(kept[0])
+    os.mkfifo(tmp_path / odd[2])
+    os.utime(tmp_path / odd[2], (0, 0))
+    kept += [tmp_path / name for name in odd]
+    assert sorted(remove_leftovers(tmp_path)) == sorted(dead)
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
     assert remove_leftovers(tmp_path / "none") == []
+
+
+@pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="the system has no /dev/shm")
+def test_what_any_process_has_is_kept() -> None:
+    """Open as well as mapped: what /proc does not show, as that of another container with this folder, is either."""
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as name:
+        folder = Path(name)
+        prefix = f"{region_prefix()}x."
+        opened, mapped, region = used = [
+            make(folder, f"sm_segment.{HOST}.{os.geteuid()}.aa0001.0"),
+            make(folder, f"sm_segment.{HOST}.{os.geteuid()}.aa0001.1"),
+            make(folder, f"{prefix}abc"),
+        ]
+        with mapped.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        with memory, opened.open("r+b"), region.open("r+b"):
+            for path in used:
+                os.utime(path, (time.time() - OLD_S,) * 2)
+            assert remove_leftovers(folder) == []
+            remove_regions(prefix, folder)
+            assert sorted(folder.iterdir()) == sorted(used)
+        assert sorted(remove_leftovers(folder)) == sorted(used)
 
 
 def test_regions_go_with_their_server(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+
+import pytest
 
 from tests.support.triton import ROOT, alive
 from trt_redknot.serving.ending import VARIABLE, FrontEnds, end_on_word
@@ -67,3 +70,23 @@ raise SystemExit(running.run_until_ended(command, os.environ, Path("/bin/sh")))
     assert launcher.returncode == 0
     assert not alive(int(launcher.stdout))
     assert os.getpid() != int(launcher.stdout)
+
+
+@pytest.mark.parametrize(("before", "status"), [("", 143), ("trap '' HUP; ", 0)])
+def test_a_terminal_that_goes_ends_a_server_unless_nohup_says_otherwise(before: str, status: int) -> None:
+    program = """
+import os
+from pathlib import Path
+from trt_redknot.serving.running import run_until_ended
+command = ["/bin/sh", "-c", 'echo up; for _ in 1 2 3 4 5 6 7 8; do sleep 0.05; done']
+raise SystemExit(run_until_ended(command, os.environ, Path("/bin/sh")))
+"""
+    launcher = subprocess.Popen(
+        ["/bin/sh", "-c", f'{before}exec "$@"', "sh", sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
+        cwd=ROOT,
+    )  # fmt: skip
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "up\n"
+    launcher.send_signal(signal.SIGHUP)
+    assert launcher.wait(60) == status
+    launcher.stdout.close()

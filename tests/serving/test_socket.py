@@ -6,6 +6,8 @@ import json
 import socket
 import stat
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -165,3 +167,22 @@ def test_frames_are_plain_json() -> None:
     content = left.recv(1000)
     assert int.from_bytes(content[:4], "big") == len(content) - 4
     assert json.loads(content[4:]) == {"op": "hello", "rank": 3}
+
+
+def test_a_process_with_thousands_of_open_files_has_connections() -> None:
+    program = """
+import os, resource
+from trt_redknot.serving.socket import Listener, connect
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+listener = Listener()
+assert listener.accept(0) is None
+connection = connect(listener.path)
+accepted = listener.accept(10)
+connection.send({"held": len(held)})
+print(accepted.receive())
+listener.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("{'held': 1024}\n", "")

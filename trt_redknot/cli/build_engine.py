@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import click
 
 from trt_redknot.artifacts.formats import ArtifactFormat
+from trt_redknot.cli.numbers import FiniteRange
 from trt_redknot.cli.output import Output
 from trt_redknot.cli.plan_options import plan_options, verify_plans, with_plan_options
 from trt_redknot.collectives import from_communicator
@@ -82,7 +83,7 @@ Examples:
         help="Prompt length that --dry-run estimates activations for.",
     )
     @click.option(
-        "--gpu-memory", type=click.FloatRange(0, min_open=True), metavar="GIB",
+        "--gpu-memory", type=FiniteRange(0, 2**20, min_open=True), metavar="GIB",
         show_default="this machine's GPU; without one, an H200",
         help="Memory of a GPU that --dry-run compares with, GiB.",
     )  # fmt: skip

@@ -9,6 +9,7 @@ import click
 
 from trt_redknot.cli.documents import find_documents, read_document
 from trt_redknot.cli.engine_options import DEVICE_OPTION, ENGINE_OPTION
+from trt_redknot.cli.numbers import FiniteRange
 from trt_redknot.cli.output import Output
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.errors import RequestError
@@ -38,12 +39,12 @@ Example:
     @click.option("--store", "store_dir", type=click.Path(path_type=Path), required=True, help="Artifact store.")
     @click.option("--namespace", default="default", show_default=True, help="Tenant of the store.")
     @click.option("--question", required=True, help="What is asked after the documents.")
-    @click.option("--budget", type=click.FloatRange(0, 1), default=0.10, show_default=True)
+    @click.option("--budget", type=FiniteRange(0, 1), default=0.10, show_default=True)
     @click.option(
         "--boundary", type=click.IntRange(0), default=ReusePolicy().boundary, show_default=True,
         help="Rows at both ends of a document that are recomputed in full.",
     )  # fmt: skip
-    @click.option("--tau", type=click.FloatRange(0, 1, min_open=True), help="Adaptive fanout threshold.")
+    @click.option("--tau", type=FiniteRange(0, 1, min_open=True), help="Adaptive fanout threshold.")
     @click.option("--epilogue", type=click.Choice(["full", "active"]), default="full", show_default=True)
     @click.option("--max-new-tokens", type=click.IntRange(1), default=16, show_default=True)
     @click.option(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import click
 from rich.table import Table
 
+from trt_redknot.cli.numbers import FiniteRange
 from trt_redknot.cli.output import Output
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.config.profile import SplitProfile
@@ -43,7 +44,7 @@ def projections_command() -> click.Command:
         show_default=True,
     )
     @click.option("--documents", type=click.IntRange(1), default=8, show_default=True)
-    @click.option("--budget", type=click.FloatRange(0, 1), default=0.10, show_default=True)
+    @click.option("--budget", type=FiniteRange(0, 1), default=0.10, show_default=True)
     @click.option("--epilogue", type=click.Choice(["full", "active"]), default="full", show_default=True)
     @click.option("--measured", type=click.Path(path_type=Path), help="A file of run/bench_ttft.py to compare with.")
     @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

@@ -26,8 +26,9 @@ from trt_redknot.evaluation.metering import Ceilings
 from trt_redknot.evaluation.standin import StandInArtifact, StandInCollectives, StandInRank, make_rank
 from trt_redknot.evaluation.ttft import document_length
 from trt_redknot.evaluation.ttft_check import Agreement, check_arms, checked_geometry
-from trt_redknot.evaluation.ttft_report import print_check, print_run, write_page
+from trt_redknot.evaluation.ttft_report import print_check, print_run, render_page
 from trt_redknot.evaluation.ttft_run import measure_length
+from trt_redknot.reports.page import write_page
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -121,6 +122,7 @@ def run_bench(options: BenchOptions, comm: Intracomm | None) -> None:
     Raises:
         EngineError: protected rows are further from recomputation than rounding explains. That is shown before
             anything is timed, and the error comes when all is shown and written.
+        ReportError: a file cannot be written.
     """
     device = find_device("cuda", comm)
     torch.cuda.set_device(device)
@@ -130,9 +132,9 @@ def run_bench(options: BenchOptions, comm: Intracomm | None) -> None:
     result = measure(options, options.network, Gpu(device), real, out)
     if control.rank == 0:
         if options.json_file is not None:
-            options.json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_page(options.json_file, json.dumps(result, indent=1) + "\n")
         if options.page is not None and result["lengths"]:
-            write_page(options.page, [result])
+            write_page(options.page, render_page([result]))
     faults = [fault for check in result["check"] for fault in check["faults"]]
     if faults:
         raise EngineError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -145,11 +144,6 @@ def render_page(runs: Sequence[dict[str, Any]]) -> str:
     )
     template = environment.get_template(_TEMPLATE)
     return template.render(charts=charts, runs=[describe(run) for run in runs], evidence=list(Evidence))
-
-
-def write_page(path: Path, runs: Sequence[dict[str, Any]]) -> None:
-    """Write the page. OSError passes through."""
-    path.write_text(render_page(runs), encoding="utf-8")
 
 
 def _speed_ups(run: dict[str, Any]) -> Markup:

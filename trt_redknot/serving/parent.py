@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
 import signal
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from trt_redknot.cli.command import run_command
 from trt_redknot.errors import LaunchError
+from trt_redknot.serving.socket import readable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -86,8 +86,7 @@ def end_with_parent(close: Callable[[], None]) -> None:
     def watch() -> None:
         while True:
             signal.setitimer(signal.ITIMER_REAL, _ALARM_S)
-            gone, _, _ = select.select([parent], [], [], _WIND_S)
-            if gone:
+            if readable(parent, _WIND_S):
                 break
         close()
         os._exit(1)

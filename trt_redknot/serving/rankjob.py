@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import tempfile
@@ -17,7 +16,7 @@ from trt_redknot.errors import RedKnotError
 from trt_redknot.launch import mpirun_command, mpirun_environment, session_folder
 from trt_redknot.leftovers import remove_leftovers
 from trt_redknot.serving.config import ServingConfig
-from trt_redknot.serving.socket import Channel, ChannelError, Listener
+from trt_redknot.serving.socket import Channel, ChannelError, Listener, readable
 
 _POLL_S = 0.2
 # Seconds that mpirun gets to end its ranks when it is asked to.
@@ -113,7 +112,7 @@ class RankJob:
         for handle in handles:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
-                select.select([handle], [], [], _TERMINATE_S)
+                readable(handle, _TERMINATE_S)
             os.close(handle)
         if killed:
             # mpirun had no time to remove what its ranks had in shared memory.

@@ -29,8 +29,8 @@ def run_until_ended(
 ) -> int:
     """Run a server to its end: signals to end go to it, and it is ended when this process dies.
 
-    SIGTERM and SIGHUP let it finish what is open. SIGINT ends it at once: the front ends fail what is open and end
-    their ranks, and then nothing is left to wait for.
+    SIGTERM and SIGHUP let it finish what is open; a SIGHUP that is ignored, as under nohup, stays so. SIGINT ends it at
+    once: the front ends fail what is open and end their ranks, and then nothing is left to wait for.
 
     Args:
         server: the program that is told to end; `command` is it, or starts it.
@@ -43,7 +43,10 @@ def run_until_ended(
         LaunchError: it cannot be started.
     """
     run = _Run(server, front_ends)
-    before = {number: signal.signal(number, run.tell) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    ending = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ending.append(signal.SIGHUP)
+    before = {number: signal.signal(number, run.tell) for number in ending}
     try:
         with adopting():
             process = subprocess.Popen(

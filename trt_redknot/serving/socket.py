@@ -135,8 +135,7 @@ class Listener:
             ChannelError: a process of another user connected, or the listener was closed.
         """
         try:
-            ready, _, _ = select.select([self._socket], [], [], timeout_s)
-            if not ready:
+            if not readable(self._socket.fileno(), timeout_s):
                 return None
             connection, _ = self._socket.accept()
         except (OSError, ValueError) as error:
@@ -146,6 +145,18 @@ class Listener:
     def close(self) -> None:
         self._socket.close()
         self._folder.cleanup()
+
+
+def readable(descriptor: int, timeout_s: float) -> bool:
+    """Whether a file descriptor, which may have any number, gets something to read in time.
+
+    Raises:
+        ValueError: it is negative, as that of a closed socket.
+    """
+    # Not select, which refuses numbers from 1024 on, as a process with many connections gives.
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
 
 
 def connect(path: Path | str) -> Channel:

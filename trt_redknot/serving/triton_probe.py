@@ -6,13 +6,14 @@ import time
 
 import click
 
+from trt_redknot.cli.numbers import FiniteRange
 from trt_redknot.errors import LaunchError
 from trt_redknot.serving.triton_client import TritonClient
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Triton's HTTP address.")
-@click.option("--timeout-s", type=click.FloatRange(0.1), default=30.0, show_default=True, help="For the whole probe.")
+@click.option("--timeout-s", type=FiniteRange(0.1, 86400), default=30.0, show_default=True, help="For the whole probe.")
 @click.option("--light", is_flag=True, help="Ask the service for its state only; its engine computes nothing.")
 def probe(url: str, timeout_s: float, light: bool) -> None:
     """Check that a Triton server answers requests: Triton's readiness, the service's state, one generated token.

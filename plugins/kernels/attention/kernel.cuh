@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
     shared.row_position[i] = narrow(__ldg(op.positions + row));
     shared.row_visible[i] = narrow(__ldg(op.visible + row));
     shared.row_first[i] = static_cast<int>(max(int64_t{0}, min(segments, __ldg(op.row_segments + 2 * row))));
-    shared.row_last[i] = static_cast<int>(min(segments, __ldg(op.row_segments + 2 * row + 1)));
+    shared.row_last[i] = static_cast<int>(max(int64_t{0}, min(segments, __ldg(op.row_segments + 2 * row + 1))));
   }
   if (int const column = threadIdx.x; column < T::kColumns) {
     int const row = column / unit.heads;

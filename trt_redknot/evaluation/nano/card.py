@@ -15,10 +15,10 @@ tags: [deepseek_v4, synthetic]
 ---
 # Nano DeepSeek-V4
 
-A small network of the DeepSeek-V4 architecture that answers questions about synthetic English documents: facts
+A small network of the DeepSeek-V4 architecture, trained to answer questions about synthetic English documents: facts
 anywhere, facts that a later document replaces, facts whose subject only an earlier document names, answers that need
-two documents, lines of people one link a document. It knows {vocab} words and nothing else. It exists to measure what
-document reuse costs.
+two documents. The scores below say which of these it answers. It knows {vocab} words and nothing else. It exists to measure
+what document reuse costs.
 
 """
 

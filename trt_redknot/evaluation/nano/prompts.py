@@ -70,8 +70,9 @@ def make_prompt(kind: str, length: int, rng: random.Random) -> NanoPrompt:
 
 
 def write_records(
-    directory: Path, lengths: Sequence[int], *, seed: int, short: int = 10, longer: int = 5, files: int = 1
-) -> list[Path]:
+    directory: Path, lengths: Sequence[int], *, seed: int, short: int = 10, longer: int = 5, files: int = 1,
+    short_kinds: Sequence[str] = SHORT_KINDS,
+) -> list[Path]:  # fmt: skip
     """Files of `short` records with short answers, kinds in turn, then `longer` ones with longer answers.
 
     One file a length, or `files` numbered ones.
@@ -81,7 +82,7 @@ def write_records(
     for length, part in product(lengths, range(1, files + 1)):
         label = f"{length}" if files == 1 else f"{length}.{part}"
         rng = random.Random(f"{seed}/records/{label}")
-        kinds = [SHORT_KINDS[index % len(SHORT_KINDS)] for index in range(short)] + [LONGER] * longer
+        kinds = [short_kinds[index % len(short_kinds)] for index in range(short)] + [LONGER] * longer
         lines = [
             json.dumps(make_prompt(kind, length, rng).to_longbench(f"{kind}-{label}-{index:04d}"))
             for index, kind in enumerate(kinds)

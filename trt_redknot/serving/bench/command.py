@@ -11,6 +11,7 @@ from typing import Literal, cast
 import click
 
 from trt_redknot.cli.documents import find_documents, read_document
+from trt_redknot.cli.numbers import FiniteRange
 from trt_redknot.cli.output import Output
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.errors import RequestError
@@ -45,16 +46,16 @@ Both arms answer the same prompts with the same number of tokens. A ratio is pri
 @click.option("--documents-a-prompt", type=click.IntRange(1), default=2)
 @click.option("--question-tokens", type=click.IntRange(1), default=32)
 @click.option("--output-tokens", type=click.IntRange(1), default=16, help="Of every answer, exactly.")
-@click.option("--budget", type=click.FloatRange(0, 1), default=0.10)
+@click.option("--budget", type=FiniteRange(0, 1), default=0.10)
 @click.option("--epilogue", type=click.Choice(["full", "active"]), default="full")
 @click.option("--concurrency", type=click.IntRange(1), multiple=True, default=(1, 2, 4, 8, 16), help="Closed loop.")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), multiple=True, help="Open loop, requests a second.")
+@click.option("--rate", type=FiniteRange(0, min_open=True), multiple=True, help="Open loop, requests a second.")
 @click.option("--closed/--no-closed", default=True, help="Whether to run the closed loop.")
 @click.option("--rounds", type=click.IntRange(1), default=4, help="Of both arms at each level.")
 @click.option("--requests", type=click.IntRange(1), default=32, help="Of an arm in a round.")
 @click.option("--warm-up", type=click.IntRange(0), default=4, help="Of an arm at each level, not counted.")
-@click.option("--slo-ttft-ms", type=click.FloatRange(0, min_open=True), help="A longer time to first token is bad.")
-@click.option("--slo-tpot-ms", type=click.FloatRange(0, min_open=True), help="A longer time a token is bad.")
+@click.option("--slo-ttft-ms", type=FiniteRange(0, min_open=True), help="A longer time to first token is bad.")
+@click.option("--slo-tpot-ms", type=FiniteRange(0, min_open=True), help="A longer time a token is bad.")
 @click.option("--seed", type=click.IntRange(0), default=0)
 @click.option("--max-batch", type=click.IntRange(1), default=16, help="Of a service of this process.")
 @click.option("--log", type=click.Path(path_type=Path), default=Path("bench-serving.jsonl"), help="Raw log.")

@@ -17,8 +17,8 @@ tags: [deepseek_v4, synthetic]
 
 A small network of the DeepSeek-V4 architecture, trained to answer questions about synthetic English documents: facts
 anywhere, facts that a later document replaces, facts whose subject only an earlier document names, answers that need
-two documents. The scores below say which of these it answers. It knows {vocab} words and nothing else. It exists to measure
-what document reuse costs.
+two documents. The scores below say which of these it answers. It knows {vocab} words and nothing else. It exists to
+measure what document reuse costs.
 
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.triton import ROOT, alive
+from tests.support.triton import ROOT, alive, heed_hangup
 from trt_redknot.serving.ending import VARIABLE, FrontEnds, end_on_word
 
 
@@ -83,7 +83,7 @@ raise SystemExit(run_until_ended(command, os.environ, Path("/bin/sh")))
 """
     launcher = subprocess.Popen(
         ["/bin/sh", "-c", f'{before}exec "$@"', "sh", sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
-        cwd=ROOT,
+        cwd=ROOT, preexec_fn=heed_hangup,
     )  # fmt: skip
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "up\n"

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import pytest
 from click.testing import CliRunner
 
-from tests.support.triton import ROOT, free_ports, wait_until_gone
+from tests.support.triton import ROOT, free_ports, heed_hangup, wait_until_gone
 from trt_redknot.errors import ConfigError, LaunchError, RequestError
 from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.messages import BuildRequest, DoneEvent, ServingError, ServingFault, ServingRequest, TokenEvent
@@ -178,7 +178,9 @@ command = ["/bin/sh", "-c", "trap 'exit 7' TERM; echo $$; while :; do sleep 0.05
 raise SystemExit(run_until_ended(command, os.environ, Path({str(tmp_path / "server")!r})))
 """
     for way, status in ((signal.SIGTERM, 7), (signal.SIGHUP, 7), (signal.SIGINT, 130), (signal.SIGKILL, -9)):
-        launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=heed_hangup
+        )
         assert launcher.stdout is not None
         assert int(launcher.stdout.readline()) == launcher.pid
         server = int(launcher.stdout.readline())

@@ -35,6 +35,11 @@ def require_triton() -> None:
         pytest.skip(f"no Triton server: {error}")
 
 
+def heed_hangup() -> None:
+    """Whoever runs the tests with nohup has told all processes under it to ignore this signal."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and waits for its parent does not."""
     try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from trt_redknot.lazy import importer
 
 if TYPE_CHECKING:
     from trt_redknot.artifacts.store import ArtifactStore
@@ -25,12 +26,8 @@ _HOMES = {
     "Tokens": "request.request",
 }
 
-
-def __getattr__(name: str) -> object:
-    # Imported on first use: help texts and the checks of `doctor` must not wait for torch.
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+# Help texts and the checks of `doctor` must not wait for torch.
+__getattr__ = importer(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

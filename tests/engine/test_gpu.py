@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gpu import needs_kernels
 from tests.support.networks import NetworkOptions, build_engine, fp64, network, write_network
 from trt_redknot import Artifact, ArtifactStore, Engine, Request, Response, ReusePolicy, Tokens
 from trt_redknot.artifacts.contents import Part
@@ -25,7 +26,6 @@ from trt_redknot.engine.steps import Steps, drain
 from trt_redknot.engine.tiles import TileOptions
 from trt_redknot.engine.tiles.lanes import CudaLane
 from trt_redknot.ops.cuda.backend import CudaOps
-from trt_redknot.ops.cuda.library import kernels_present
 from trt_redknot.ops.reference.backend import ReferenceOps
 from trt_redknot.reports.compare import kl_divergence
 
@@ -69,9 +69,6 @@ def test_references_on_a_gpu_answer_like_on_the_cpu(tmp_path: Path) -> None:
         torch.testing.assert_close(gpu.first_logits.cpu(), cpu.first_logits, atol=1e-6, rtol=0)
         assert gpu.tokens == cpu.tokens
         assert gpu.report.rows == cpu.report.rows
-
-
-needs_kernels = pytest.mark.skipif(not kernels_present(), reason="the kernel library was not built (make plugins)")
 
 
 @dataclass(frozen=True, kw_only=True)

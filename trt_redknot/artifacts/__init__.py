@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from trt_redknot.lazy import importer
 
 if TYPE_CHECKING:
     from trt_redknot.artifacts.build import ArtifactBuild
@@ -47,12 +48,8 @@ _HOMES = {
     "artifact_parts": "contents",
 }
 
-
-def __getattr__(name: str) -> object:
-    # Imported on first use: some of them bring torch along, which a command's help need not wait for.
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+# Some of them bring torch along, which a command's help need not wait for.
+__getattr__ = importer(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +23,7 @@ from trt_redknot.errors import CheckpointError, LaunchError  # noqa: E402
 if TYPE_CHECKING:
     import torch
 
+    from trt_redknot.evaluation.nano.card import TrainingRun
     from trt_redknot.evaluation.nano.scores import Scores
     from trt_redknot.evaluation.nano.training import Trainer
 
@@ -46,9 +47,12 @@ Examples:
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder of checkpoint, state and log.")
 @click.option("--minutes", type=FiniteRange(0, min_open=True), help="Training time over all resumptions.")
 @click.option("--pause-after", type=FiniteRange(0), help="Minutes after which this call saves its state and ends.")
+@click.option("--start", type=click.Path(path_type=Path), help="Checkpoint to begin with. Left out: random weights.")
 @click.option("--steps", type=click.IntRange(1), help="Most steps. Left out: 4000, or with --minutes no limit.")
 @click.option("--tokens", type=click.IntRange(128), default=32768, show_default=True, help="Tokens of a batch.")
 @click.option("--lengths", default="128,512,1024,2048", show_default=True, help="Sequence lengths of the stages.")
+@click.option("--first", type=FiniteRange(0, 1, min_open=True), default=0.2, show_default=True,
+              help="Share of the run after which the first stage ends at the latest.")  # fmt: skip
 @click.option("--rate", type=FiniteRange(0, min_open=True), default=1.5e-3, show_default=True, help="Learning rate.")
 @click.option("--seed", type=click.IntRange(0), default=7, show_default=True)
 @click.option("--device", default="cpu", show_default=True, help="As torch names it.")
@@ -62,14 +66,15 @@ Examples:
     "--score-prompts", type=click.IntRange(1), default=64, show_default=True, help="Prompts a kind and length."
 )
 def main(
-    output: Path, minutes: float | None, pause_after: float | None, steps: int | None, tokens: int, lengths: str,
-    rate: float, seed: int, device: str, compiled: bool, no_capture: bool, workers: int, read_early: bool, small: bool,
-    score_lengths: str, score_prompts: int,
+    output: Path, minutes: float | None, pause_after: float | None, start: Path | None, steps: int | None, tokens: int,
+    lengths: str, first: float, rate: float, seed: int, device: str, compiled: bool, no_capture: bool, workers: int,
+    read_early: bool, small: bool, score_lengths: str, score_prompts: int,
 ) -> None:  # fmt: skip
     """Train the nano network, or go on with the state in the output folder; score it; write its checkpoint."""
     import torch
     from transformers.utils import logging as transformers_logging
 
+    from trt_redknot.evaluation.nano.card import earlier_runs
     from trt_redknot.evaluation.nano.lean import LeanNetwork
     from trt_redknot.evaluation.nano.network import SMALL, NanoSizes, round_to_checkpoint
     from trt_redknot.evaluation.nano.scores import ablate, distance, score
@@ -83,7 +88,8 @@ def main(
         steps = _STEPS
     sizes = SMALL if small else NanoSizes()
     recipe = Recipe(
-        sizes=sizes, seed=seed, steps=steps, minutes=minutes, lengths=stages, tokens=tokens, rate=rate,
+        sizes=sizes, start=None if start is None else str(start), seed=seed, steps=steps, minutes=minutes,
+        lengths=stages, first=first, tokens=tokens, rate=rate,
     )  # fmt: skip
     if read_early:
         recipe = replace(recipe, sizes=replace(sizes, silent=()), reading_layers=(2, 4))
@@ -97,7 +103,10 @@ def main(
     if state.is_file():
         trainer.load(state)
         out.note(f"going on at step {trainer.progress.step}, after {trainer.progress.seconds / 60:.1f} minutes")
-    run = _Run(trainer=trainer, output=output, out=out, started=started, pause_after=pause_after, ablated=ablated)
+    run = _Run(
+        trainer=trainer, earlier=[] if start is None else earlier_runs(start), output=output, out=out, started=started,
+        pause_after=pause_after, ablated=ablated,
+    )  # fmt: skip
     trainer.run(pause=run.pause, log=run.log)
     trainer.save(state)
     if trainer.done:
@@ -146,9 +155,11 @@ class _Run:
     """What happens beside training: the log, saved states, usable checkpoints, the pause."""
 
     def __init__(
-        self, *, trainer: Trainer, output: Path, out: Output, started: float, pause_after: float | None, ablated: int
-    ) -> None:
+        self, *, trainer: Trainer, earlier: list[TrainingRun], output: Path, out: Output, started: float,
+        pause_after: float | None, ablated: int,
+    ) -> None:  # fmt: skip
         self._trainer = trainer
+        self._earlier = earlier
         self._output = output
         self._out = out
         self._started = started
@@ -170,6 +181,7 @@ class _Run:
             f"step {values['step']:5.0f}  length {values['length']:4.0f}  {values['step_ms']:4.0f} ms  "
             f"loss {values['total']:.3f}  answers {values['answers']:.3f} ({values['correct']:.1%} right)  "
             f"previous {values['previous_correct']:.1%}  subject {values['subject_correct']:.1%}  "
+            f"bridge {values['bridge_correct']:.1%}  told {values['told_correct']:.1%}  "
             f"indexer {values['indexer']:.3f}  found: {found}"
         )
 
@@ -182,23 +194,24 @@ class _Run:
         return self._pause_s is not None and now - self._started > self._pause_s
 
     def checkpoint(self, scores: Scores, ablation: dict[str, float]) -> int:
-        from trt_redknot.evaluation.nano.card import model_card
+        from trt_redknot.evaluation.nano.card import TrainingRun, model_card
         from trt_redknot.evaluation.nano.network import write_checkpoint
 
         trainer = self._trainer
-        recipe, progress = trainer.recipe.to_json(), trainer.progress
+        recipe, progress = trainer.recipe, trainer.progress
+        run = TrainingRun(
+            command=" ".join(["python run/train_nano.py", *sys.argv[1:]]), device=_device_name(trainer.device),
+            seed=recipe.seed, tokens=recipe.tokens, lengths=recipe.lengths, steps=progress.step,
+            minutes=progress.seconds / 60,
+        )  # fmt: skip
+        runs = [*self._earlier, run]
         content = {
-            "recipe": recipe,
-            "step": progress.step,
-            "minutes": progress.seconds / 60,
+            "runs": [asdict(run) for run in runs],
+            "recipe": recipe.to_json(),
             "exact_match": scores,
             "exact_match_changed": ablation,
         }
-        card = model_card(
-            command=" ".join(["python run/train_nano.py", *sys.argv[1:]]), recipe=recipe, step=progress.step,
-            minutes=progress.seconds / 60, device=_device_name(trainer.device), scores=scores,
-            ablation=ablation, ablated=self._ablated,
-        )  # fmt: skip
+        card = model_card(runs=runs, recipe=recipe.to_json(), scores=scores, ablation=ablation, ablated=self._ablated)
         return write_checkpoint(trainer.model, self._output / CHECKPOINT, card, content)
 
 

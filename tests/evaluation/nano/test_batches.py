@@ -11,6 +11,7 @@ import pytest
 from trt_redknot.evaluation.nano.batches import IGNORE, Batch, Stage, curriculum, make_batch
 from trt_redknot.evaluation.nano.feed import open_feed
 from trt_redknot.evaluation.nano.words import END, NAMES, PAD, token_ids, vocabulary
+from trt_redknot.evaluation.nano.world import KINDS, LONGER_KINDS
 
 STAGES = curriculum(2048, (128, 512))
 
@@ -67,3 +68,26 @@ def test_a_step_has_one_batch_and_other_processes_make_it_too() -> None:
 def test_bytes_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="bytes"):
         Batch.from_bytes(b"123", STAGES[0])
+
+
+def test_of_sentences_only_what_stands_behind_is_has_to_be_found() -> None:
+    batch = make_batch(STAGES[1], random.randrange(2**31), 0)
+    words = vocabulary()
+    longer = {KINDS.index(kind) for kind in LONGER_KINDS}
+    seen = set()
+    for tokens, kinds in zip(batch.tokens, batch.kinds, strict=True):
+        for place in np.flatnonzero(np.isin(kinds, list(longer))):
+            seen.add(int(kinds[place]))
+            assert words[tokens[place]] == "is"
+    assert seen == longer
+
+
+def test_two_steps_have_a_word_between() -> None:
+    batch = make_batch(STAGES[1], random.randrange(2**31), 0)
+    asked = batch.kinds != IGNORE
+    two = np.isin(batch.kinds, [KINDS.index("two_hop"), KINDS.index("chain")])
+    assert two.any()
+    assert (batch.bridges[two] != batch.targets[two]).all()
+    one = asked & ~two & (batch.kinds != KINDS.index("continued"))
+    assert (batch.bridges[one] == batch.targets[one]).all()
+    assert (batch.bridges[batch.kinds == KINDS.index("continued")] == IGNORE).all()

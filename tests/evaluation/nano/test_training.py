@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,9 @@ from trt_redknot import Engine, Request, Tokens
 from trt_redknot.engine.tokenizer import EngineTokenizer
 from trt_redknot.errors import CheckpointError, LaunchError
 from trt_redknot.evaluation.nano import training
-from trt_redknot.evaluation.nano.network import SMALL
+from trt_redknot.evaluation.nano.batches import IGNORE
+from trt_redknot.evaluation.nano.card import earlier_runs
+from trt_redknot.evaluation.nano.network import SMALL, make_model, round_to_checkpoint, write_checkpoint
 from trt_redknot.evaluation.nano.training import REPORT, Recipe, Trainer
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -104,6 +107,46 @@ def test_states_of_another_recipe_and_damaged_ones_are_refused(trained: Trained,
     damaged.write_bytes(trained.begun.read_bytes()[:-7])
     with pytest.raises(CheckpointError, match="cannot be read"):
         Trainer(BRIEF, torch.device("cpu")).load(damaged)
+
+
+def test_a_run_begins_with_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    drawn = make_model(TOY, seed=random.randrange(2**31))
+    write_checkpoint(drawn, tmp_path / "first", "random weights\n", {})
+    round_to_checkpoint(drawn)
+    trainer = Trainer(dataclasses.replace(BRIEF, start=str(tmp_path / "first")), torch.device("cpu"))
+    begun = trainer.model.state_dict()
+    assert begun.keys() == drawn.state_dict().keys()
+    for name, value in drawn.state_dict().items():
+        assert torch.equal(begun[name], value), name
+    assert not trainer.model.model.layers[2].self_attn.compressor.kv_norm.weight.requires_grad
+    for wrong in (dataclasses.replace(BRIEF, start=str(tmp_path)), dataclasses.replace(
+        BRIEF, start=str(tmp_path / "first"), sizes=dataclasses.replace(TOY, hidden=32))):  # fmt: skip
+        with pytest.raises(CheckpointError, match="cannot start"):
+            Trainer(wrong, torch.device("cpu"))
+    with pytest.raises(CheckpointError, match="not known"):
+        earlier_runs(tmp_path / "first")
+
+
+def test_rows_are_told_the_first_of_two_steps_and_no_others() -> None:
+    trainer = Trainer(RECIPE, torch.device("cpu"))
+    shape = (4, 128)
+    tokens = torch.randint(1, 50, shape)
+    targets, bridges = torch.full(shape, IGNORE), torch.full(shape, IGNORE)
+    targets[:, 100], bridges[:, 100] = 7, 9
+    targets[:, 50], bridges[:, 50] = 8, 8
+    hint = trainer.heads.hint(targets, bridges, told=2)
+    assert hint.layer == RECIPE.reading_layers[0]
+    asked = hint.added.abs().amax(-1) > 0
+    assert asked.nonzero().tolist() == [[0, 100], [1, 100]]
+    direction = trainer.heads.reading[0].get_parameter("weight")[9]
+    assert torch.cosine_similarity(hint.added[0, 100], direction, dim=0) > 0.999
+    plain = trainer.network(tokens, dense=4, keep=[hint.layer])
+    told = trainer.network(tokens, dense=4, keep=[hint.layer], hint=hint)
+    assert torch.equal(plain.streams[hint.layer], told.streams[hint.layer])
+    moved = (plain.logits - told.logits).abs().amax(-1) > 0
+    assert moved[:2, 100].all()
+    assert not moved[:2, :100].any()
+    assert not moved[2:].any()
 
 
 def test_the_clock_ends_a_run_too() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trt_redknot.evaluation.nano.network import make_tokenizer
 from trt_redknot.evaluation.nano.prompts import NanoPrompt, make_prompt, write_documents, write_records
 from trt_redknot.evaluation.nano.words import END, PAD, join_words, token_ids, vocabulary
-from trt_redknot.evaluation.nano.world import KINDS, SHORT_KINDS
+from trt_redknot.evaluation.nano.world import KINDS, LONGER_KINDS, SHORT_KINDS
 from trt_redknot.evaluation.records import read_records
 
 
@@ -62,6 +62,10 @@ class Reader:
                 assert said[0][1] != said[1][1]
             assert len(said) <= 2
             return said[-1][1], said[-1][2]
+        if found := re.fullmatch(r"Report the (\w+) of the (\w+) of (\w+)\.", question):
+            between = self.related[found[2], found[3]][1]
+            end = self.related[found[1], between][1]
+            return f"The {found[2]} of {found[3]} is {between}. The {found[1]} of {between} is {end}.", "steps"
         found = re.fullmatch(r"Report the ([\w, ]+) of (\w+)\.", question)
         assert found is not None
         told = [(thing, self.looks[found[2], thing][-1][1]) for thing in found[1].split(", ")]
@@ -101,12 +105,12 @@ def test_the_tokenizer_gives_the_words_back(length: int, seed: int) -> None:
 
 
 def test_record_files_are_longbenchs_and_the_same_for_a_seed(tmp_path: Path) -> None:
-    first = write_records(tmp_path / "a", [300], seed=5, short=len(SHORT_KINDS), longer=2)[0]
-    again = write_records(tmp_path / "b", [300], seed=5, short=len(SHORT_KINDS), longer=2)[0]
-    other = write_records(tmp_path / "c", [300], seed=6, short=len(SHORT_KINDS), longer=2)[0]
+    first = write_records(tmp_path / "a", [300], seed=5, short=len(SHORT_KINDS), longer=len(LONGER_KINDS))[0]
+    again = write_records(tmp_path / "b", [300], seed=5, short=len(SHORT_KINDS), longer=len(LONGER_KINDS))[0]
+    other = write_records(tmp_path / "c", [300], seed=6, short=len(SHORT_KINDS), longer=len(LONGER_KINDS))[0]
     assert first.read_bytes() == again.read_bytes() != other.read_bytes()
     records = read_records(first)
-    assert [record.kind for record in records] == [*SHORT_KINDS, "report", "report"]
+    assert [record.kind for record in records] == [*SHORT_KINDS, *LONGER_KINDS]
     for record in records:
         passages = [re.sub(r"^Passage \d+:\n", "", document).strip() for document in record.documents]
         assert Reader(passages).answer(record.input) == (record.answers[0], record.kind)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trt_redknot.evaluation.nano.words import END, FIRMS, LOOKS, NAMES, NUMBERS, PAD, TOWNS, token_ids
-from trt_redknot.evaluation.nano.world import KINDS, Question, World, header
+from trt_redknot.evaluation.nano.world import KINDS, LONGER_KINDS, Question, World, header
 
 IGNORE = -100
 _ARRAYS = 5
@@ -18,9 +18,11 @@ _SMALL = 256
 # Documents stop this many words before the end of a prompt: the questions with their answers follow.
 _WORDS_A_QUESTION = 16
 _LONGEST_PASSAGE = 150
-# Words that answers have to find; the others follow from grammar or, as the names in a report, from the question.
+# Words that answers have to find; of sentences those behind "is": the others follow from grammar or from the question.
 _FOUND = frozenset((*LOOKS, *FIRMS, *TOWNS, *NAMES))
 _MOST_QUESTIONS = 64
+# In every other sequence: what questions of two steps need is said so much more often.
+_RELATED = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,8 @@ def make_batch(stage: Stage, seed: int, step: int) -> Batch:
 def make_sequence(stage: Stage, rng: random.Random) -> PromptWords:
     """Passages, then questions with their answers, at most `stage.length` words."""
     asked = rng.randint(max(1, stage.questions // 2), stage.questions)
-    world = World(rng=rng, kinds=stage.kinds, small=stage.length <= _SMALL)
+    related = _RELATED if rng.random() < 0.5 else 1.0
+    world = World(rng=rng, kinds=stage.kinds, small=stage.length <= _SMALL, related=related)
     words, subjects = passages_of(world, stage.length - asked * _WORDS_A_QUESTION)
     answered = [False] * len(words)
     kinds: list[str | None] = [None] * len(words)
@@ -115,14 +118,21 @@ def make_sequence(stage: Stage, rng: random.Random) -> PromptWords:
         if len(words) + len(ask) + len(reply) <= stage.length:
             words += ask + reply
             answered += [False] * len(ask) + [True] * len(reply)
-            found = LOOKS if question.kind == "report" else _FOUND
-            kinds += [None] * len(ask) + [question.kind if word in found else None for word in reply]
+            found = _found(question, reply)
+            kinds += [None] * len(ask) + [question.kind if asked_for else None for asked_for in found]
             bridges += [None] * len(ask)
             bridges += [
-                None if word not in found or question.kind == "continued" else question.bridge or word for word in reply
+                question.bridge or word if asked_for and question.kind != "continued" else None
+                for word, asked_for in zip(reply, found, strict=True)
             ]
     subjects += [None] * (len(words) - len(subjects))
     return PromptWords(words=words, answered=answered, subjects=subjects, kinds=kinds, bridges=bridges)
+
+
+def _found(question: Question, reply: Sequence[str]) -> list[bool]:
+    """Which words of an answer have to be found."""
+    before = ["", *reply[:-1]] if question.kind in LONGER_KINDS else ["is"] * len(reply)
+    return [word in _FOUND and left == "is" for word, left in zip(reply, before, strict=True)]
 
 
 def question_words(question: Question) -> list[str]:
@@ -170,12 +180,12 @@ def _row(sequence: PromptWords, length: int) -> tuple[NDArray[np.int32], ...]:
 
 def curriculum(tokens: int, lengths: Sequence[int]) -> tuple[Stage, ...]:
     """Stages of `tokens` tokens a batch. Questions of two steps are asked from the first one on, where there are few
-    entries to choose among, and twice as often as others: they alone teach the second step."""
+    entries to choose among, and four times as often as others: they alone teach the second step without words."""
     return tuple(
         Stage(
             length=length,
             sequences=max(1, tokens // length),
-            kinds=(*KINDS, "two_hop", "chain"),
+            kinds=(*KINDS, *("two_hop", "chain") * 3),
             questions=max(2, min(_MOST_QUESTIONS, length // 40, 16 + length // 80)),
         )
         for length in lengths

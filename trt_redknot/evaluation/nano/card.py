@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from trt_redknot.errors import CheckpointError
 from trt_redknot.evaluation.nano.words import vocabulary
 from trt_redknot.evaluation.nano.world import KINDS
+
+SCORES = "scores.json"
 
 _HEAD = """\
 ---
@@ -23,19 +29,59 @@ measure what document reuse costs.
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """One run of run/train_nano.py: what it was told and what it did."""
+
+    command: str
+    device: str
+    seed: int
+    tokens: int
+    lengths: Sequence[int]
+    steps: int
+    minutes: float
+
+    def lines(self) -> list[str]:
+        """Of the card."""
+        return [
+            f"    {self.command}\n",
+            f"{self.steps} steps of {self.tokens} tokens in {self.minutes:.1f} minutes on one {self.device}, seed",
+            f"{self.seed}, lengths {', '.join(map(str, self.lengths))}.\n",
+        ]
+
+
+def earlier_runs(checkpoint: Path) -> list[TrainingRun]:
+    """The runs that made a checkpoint, by its `scores.json`.
+
+    Raises:
+        CheckpointError: the file is missing or says nothing of runs.
+    """
+    path = checkpoint / SCORES
+    try:
+        return [TrainingRun(**run) for run in json.loads(path.read_text(encoding="utf-8"))["runs"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            "how this checkpoint was trained is not known", expected=f"{SCORES} as run/train_nano.py writes it",
+            found=str(error).splitlines()[0], path=path,
+        ) from error  # fmt: skip
+
+
 def model_card(
-    *, command: str, recipe: Mapping[str, Any], step: int, minutes: float, device: str,
-    scores: Mapping[str, Mapping[str, float]], ablation: Mapping[str, float], ablated: int,
+    *, runs: Sequence[TrainingRun], recipe: Mapping[str, Any], scores: Mapping[str, Mapping[str, float]],
+    ablation: Mapping[str, float], ablated: int,
 ) -> str:  # fmt: skip
-    """The card in Markdown. Without scores it says that the network was not scored."""
+    """The card in Markdown. Without scores it says that the network was not scored.
+
+    Args:
+        runs: each began with the weights of the one before.
+        recipe: of the last one.
+    """
     sizes = recipe["sizes"]
     lines = [
         _HEAD.format(vocab=len(vocabulary())),
         "## Training\n",
-        f"    {command}\n",
-        f"{step} steps of {recipe['tokens']} tokens in {minutes:.1f} minutes on one {device}, seed {recipe['seed']}.",
-        f"Lengths {', '.join(map(str, recipe['lengths']))}. Data: `trt_redknot/evaluation/nano/world.py`, drawn anew",
-        "for every batch from the seed and the step.\n",
+        *(line for run in runs for line in run.lines()),
+        "Data: `trt_redknot/evaluation/nano/world.py`, drawn anew for every batch from the seed and the step.\n",
         *(
             [
                 f"Compressed entries of layer {', '.join(map(str, sizes['silent']))} are zero (their norm's weight is",

@@ -28,6 +28,24 @@ class Forward:
     selections: dict[int, Selection]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hint:
+    """What rows are told behind a layer: `added` [B, S, N * M], zero or of unit rms, in units of the row's own rms.
+
+    The streams that `keep` returns are those before.
+    """
+
+    layer: int
+    added: Tensor
+
+
+def _hinted(streams: Tensor, added: Tensor) -> Tensor:
+    """streams [R, N, M] with what is added [B, S, N * M]."""
+    scale = streams.detach().square().mean((1, 2), keepdim=True).sqrt()
+    hinted: Tensor = streams + scale * added.flatten(0, 1).unflatten(1, streams.shape[1:])
+    return hinted
+
+
 def block_of(window: int) -> int:
     """Queries that attend together: whole windows, and about so many that their keys are shared by enough of them."""
     return window * max(1, _BLOCK // window)
@@ -84,7 +102,7 @@ class LeanNetwork:
 
     def __call__(
         self, tokens: Tensor, *, dense: int = 0, muted: int = 0, late: int = 0, watched: Tensor | None = None,
-        keep: Sequence[int] = (),
+        keep: Sequence[int] = (), hint: Hint | None = None,
     ) -> Forward:  # fmt: skip
         """Forward of tokens [B, S].
 
@@ -96,6 +114,7 @@ class LeanNetwork:
             watched: int64, places in every block of queries at which the Indexers of dense sequences are compared with
                 the attention; left out: all.
             keep: layers whose output streams are returned.
+            hint: what is added behind a layer.
         """
         length = tokens.shape[1]
         tokens = F.pad(tokens, (0, -length % self._multiple))
@@ -114,6 +133,8 @@ class LeanNetwork:
             )
             if layer in keep:
                 kept[layer] = streams.unflatten(0, tokens.shape)[:, :length]
+            if hint is not None and layer == hint.layer:
+                streams = _hinted(streams, F.pad(hint.added, (0, 0, 0, -length % self._multiple)))
             if selection is not None:
                 selections[layer] = selection
         logits = self._head(streams).unflatten(0, tokens.shape)[:, :length]

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+from trt_redknot.errors import CheckpointError
+from trt_redknot.evaluation.nano.card import SCORES
 from trt_redknot.evaluation.nano.words import END, PAD, token_ids, vocabulary
 
 _CSA, _HCA, _SLIDING = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
@@ -142,6 +145,26 @@ def write_tokenizer(directory: Path) -> None:
 
 
 @torch.no_grad()
+def start_from(model: Any, directory: Path) -> None:
+    """Take the weights of a checkpoint that :func:`write_checkpoint` wrote.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another network.
+    """
+    try:
+        other = DeepseekV4ForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, use_safetensors=True, local_files_only=True
+        )
+        model.load_state_dict(other.state_dict())
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            "training cannot start from this checkpoint",
+            expected="one that run/train_nano.py wrote, of the same sizes", found=str(error).splitlines()[0],
+            path=directory,
+        ) from error  # fmt: skip
+
+
+@torch.no_grad()
 def round_to_checkpoint(model: Any) -> None:
     """Round every weight to what :func:`write_checkpoint` keeps of it, so that scores are those of the checkpoint."""
     for value in [*model.parameters(), *model.buffers()]:
@@ -159,5 +182,5 @@ def write_checkpoint(model: Any, directory: Path, card: str, scores: Mapping[str
     torch.nn.Module.to(copy, torch.bfloat16).save_pretrained(directory, max_shard_size="14MB")
     write_tokenizer(directory)
     (directory / "README.md").write_text(card, encoding="utf-8")
-    (directory / "scores.json").write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
+    (directory / SCORES).write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
     return sum(path.stat().st_size for path in directory.glob("*.safetensors"))

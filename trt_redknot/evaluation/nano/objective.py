@@ -7,6 +7,8 @@
 * Reading: throw-away heads on the streams after two layers that read, at the rows that must find a word: after the
   first one, what must be read first (the place where somebody works, before its town can be read); after the second
   one, the word.
+* The second step alone: some sequences are told, behind the first reading layer and in the direction by which its head
+  knows words, what the first step finds. The second step can so be learnt before the first one is sure.
 * Subject: throw-away heads on the streams of reusable layers name the person that a document's word is about. A
   document whose top says only "the same person" can know it only from the document before. The first of them reads a
   layer whose only far entries are HCA's, the second one behind a layer with CSA's.
@@ -23,12 +25,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from trt_redknot.evaluation.nano.batches import IGNORE
-from trt_redknot.evaluation.nano.lean import Forward
+from trt_redknot.evaluation.nano.lean import Forward, Hint
 from trt_redknot.evaluation.nano.sizes import Selection, Tensor
 from trt_redknot.evaluation.nano.world import KINDS
 
 LOOK_BACK = 8
 PREVIOUS_LAYER = 1
+# Of a row's own size.
+TOLD_STRENGTH = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,18 @@ class AuxiliaryHeads(nn.Module):
         """Layers whose streams the heads read."""
         return (PREVIOUS_LAYER, *self.subject_layers, *self.reading_layers)
 
+    def hint(self, targets: Tensor, bridges: Tensor, told: int) -> Hint:
+        """What the first `told` sequences are told behind the first reading layer where a second step follows.
+
+        The direction by which the first reading head knows the word: what that layer should have added itself.
+        """
+        asks = (bridges != IGNORE) & (bridges != targets)
+        asks &= (torch.arange(len(targets), device=targets.device) < told)[:, None]
+        known = self.reading[0].get_parameter("weight").detach().float()
+        direction = F.embedding(bridges.where(asks, 0), known)
+        unit = F.rms_norm(direction, direction.shape[-1:])
+        return Hint(layer=self.reading_layers[0], added=TOLD_STRENGTH * unit * asks[..., None])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
@@ -74,6 +90,7 @@ class Losses:
         correct: share of answer tokens named right.
         subject_correct: of the last subject head.
         bridge_correct, reading_correct: of the two reading heads.
+        told_correct: of answers whose first step the row was told.
         kinds_right, kinds_asked: words that answers had to find, by kind of question, fp32 [kinds].
     """
 
@@ -88,6 +105,7 @@ class Losses:
     subject_correct: Tensor
     bridge_correct: Tensor
     reading_correct: Tensor
+    told_correct: Tensor
     kinds_right: Tensor
     kinds_asked: Tensor
 
@@ -134,25 +152,28 @@ def indexer_loss(selections: dict[int, Selection], silent: Sequence[int]) -> Ten
 def losses_of(
     forward: Forward, heads: AuxiliaryHeads, tokens: Tensor, targets: Tensor, subjects: Tensor, kinds: Tensor,
     bridges: Tensor, *, weights: Weights, silent: Sequence[int], muted: int = 0,
-    late: int = 0,
+    late: int = 0, told: int = 0,
 ) -> Losses:  # fmt: skip
     """All losses of a batch; tokens, targets, subjects, kinds, bridges int64 [B, S].
 
     Args:
         muted: so many sequences, the last ones, do not count in what was answered right.
         late: so many sequences before them cannot have read anything after the first reading layer.
+        told: so many sequences, the first ones, were told the first of two steps, and do not count either.
     """
-    counted = len(tokens) - muted
+    counted = slice(told, len(tokens) - muted)
     answers, _ = masked_loss(forward.logits, targets)
-    right = (forward.logits[:counted].argmax(-1) == targets[:counted]).float()
-    correct = right.sum() / (targets[:counted] != IGNORE).sum().clamp(min=1)
+    right = (forward.logits.argmax(-1) == targets).float()
+    correct = right[counted].sum() / (targets[counted] != IGNORE).sum().clamp(min=1)
+    second = (bridges[:told] != IGNORE) & (bridges[:told] != targets[:told])
+    told_correct = (right[:told] * second).sum() / second.sum().clamp(min=1)
     previous, previous_correct = previous_token_loss(forward.streams[PREVIOUS_LAYER], tokens, heads)
     named = [
         masked_loss(head(_normed(forward.streams[layer])), subjects)
         for layer, head in zip(heads.subject_layers, heads.subjects, strict=True)
     ]
     subject = torch.stack([loss for loss, _ in named]).mean()
-    early = torch.arange(len(tokens), device=tokens.device)[:, None] < counted - late
+    early = torch.arange(len(tokens), device=tokens.device)[:, None] < counted.stop - late
     wanted = (bridges.where(early, IGNORE), targets.where(kinds != IGNORE, IGNORE))
     read = [
         masked_loss(head(_normed(forward.streams[layer])), at)
@@ -169,12 +190,13 @@ def losses_of(
         + weights.indexer * indexer
         + weights.language * following
     )
-    asked = _asked(kinds[:counted])
+    asked = _asked(kinds[counted])
     return Losses(
         total=total, answers=answers.detach(), previous=previous.detach(), subject=subject.detach(),
         reading=reading.detach(), indexer=indexer.detach(), correct=correct, previous_correct=previous_correct,
         subject_correct=named[-1][1], bridge_correct=read[0][1], reading_correct=read[1][1],
-        kinds_right=(asked * right.flatten()[:, None]).sum(0), kinds_asked=asked.sum(0),
+        told_correct=told_correct, kinds_right=(asked * right[counted].flatten()[:, None]).sum(0),
+        kinds_asked=asked.sum(0),
     )  # fmt: skip
 
 

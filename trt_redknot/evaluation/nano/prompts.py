@@ -6,15 +6,14 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, islice, product
 from pathlib import Path
 
 from trt_redknot.evaluation.nano.batches import passages_of, question_words
 from trt_redknot.evaluation.nano.words import END, join_words
-from trt_redknot.evaluation.nano.world import KINDS, SHORT_KINDS, Question, World, header
+from trt_redknot.evaluation.nano.world import KINDS, LONGER_KINDS, SHORT_KINDS, Question, World, header
 
 DATASET = "nano"
-LONGER = "report"
 _TRIES = 200
 # Room for the question and for an answer that is not part of the prompt.
 _QUESTION_ROOM = 24
@@ -73,7 +72,7 @@ def write_records(
     directory: Path, lengths: Sequence[int], *, seed: int, short: int = 10, longer: int = 5, files: int = 1,
     short_kinds: Sequence[str] = SHORT_KINDS,
 ) -> list[Path]:  # fmt: skip
-    """Files of `short` records with short answers, kinds in turn, then `longer` ones with longer answers.
+    """Files of `short` records with short answers, then `longer` ones with longer answers; the kinds of each in turn.
 
     One file a length, or `files` numbered ones.
     """
@@ -82,7 +81,7 @@ def write_records(
     for length, part in product(lengths, range(1, files + 1)):
         label = f"{length}" if files == 1 else f"{length}.{part}"
         rng = random.Random(f"{seed}/records/{label}")
-        kinds = [short_kinds[index % len(short_kinds)] for index in range(short)] + [LONGER] * longer
+        kinds = [*islice(cycle(short_kinds), short), *islice(cycle(LONGER_KINDS), longer)]
         lines = [
             json.dumps(make_prompt(kind, length, rng).to_longbench(f"{kind}-{label}-{index:04d}"))
             for index, kind in enumerate(kinds)

@@ -42,6 +42,7 @@ class StageSteps:
         self._captured, self._note = captured, note
         self._dense = stage.sequences - round(stage.sequences * recipe.sparse)
         self._late = int(stage.sequences * recipe.late)
+        self._told = int(stage.sequences * recipe.told)
         self._muted = min(int(stage.sequences * recipe.mute), stage.sequences - self._dense)
         shape = (stage.sequences, stage.length)
         self._inputs = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in _INPUTS}
@@ -98,10 +99,12 @@ class StageSteps:
             forward = self._network(
                 self._inputs["tokens"], dense=self._dense, muted=self._muted, late=self._late, watched=self._watched,
                 keep=self._heads.layers,
+                hint=self._heads.hint(self._inputs["targets"], self._inputs["bridges"], self._told),
             )  # fmt: skip
             losses = losses_of(
                 forward, self._heads, *(self._inputs[name] for name in _INPUTS), weights=self._recipe.weights,
                 silent=self._recipe.sizes.silent, muted=self._muted, late=self._late,
+                told=self._told,
             )  # fmt: skip
         self._optimizer.zero_grad(set_to_none=True)
         losses.total.backward()

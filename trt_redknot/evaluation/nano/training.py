@@ -16,7 +16,7 @@ import torch
 from trt_redknot.evaluation.nano.batches import Stage, curriculum
 from trt_redknot.evaluation.nano.feed import Feed, open_feed
 from trt_redknot.evaluation.nano.lean import LeanNetwork
-from trt_redknot.evaluation.nano.network import NanoSizes, make_model
+from trt_redknot.evaluation.nano.network import NanoSizes, make_model, start_from
 from trt_redknot.evaluation.nano.objective import AuxiliaryHeads, Weights
 from trt_redknot.evaluation.nano.state import Progress, load_state, save_state
 from trt_redknot.evaluation.nano.step import StageSteps, named_values
@@ -32,6 +32,7 @@ class Recipe:
     """Everything that decides a training run.
 
     Attributes:
+        start: folder of a checkpoint whose weights the run begins with; None: drawn from the seed.
         lengths: tokens of a sequence, by stage.
         first: share of the run at which the first stage ends at the latest: what it does not teach, later ones do not
             teach either. The later stages share what is left evenly.
@@ -41,6 +42,7 @@ class Recipe:
             entries at all.
         late: share of a batch that sees no entries in the first CSA layer that has some: the next one must learn to
             find facts as well, for whose it should find may be known only after the first.
+        told: share of a batch whose rows are told, behind the first reading layer, what the first of two steps finds.
         subject_layers: layers after which words should know their subject: behind the first layer with HCA entries,
             and behind one with CSA entries more.
         reading_layers: layers after which the first and the second thing that a question asks for should be known:
@@ -50,6 +52,7 @@ class Recipe:
     """
 
     sizes: NanoSizes = field(default_factory=NanoSizes)
+    start: str | None = None
     seed: int = 7
     steps: int | None = 4000
     minutes: float | None = None
@@ -65,6 +68,7 @@ class Recipe:
     sparse: float = 0.5
     mute: float = 0.0625
     late: float = 0.125
+    told: float = 0.125
     subject_layers: tuple[int, ...] = (3, 5)
     reading_layers: tuple[int, int] = (4, 6)
     weights: Weights = field(default_factory=Weights)
@@ -98,7 +102,10 @@ class Trainer:
         self._captured = captured and device.type == "cuda"
         self._workers = workers
         self._note = note
-        self.model = torch.nn.Module.to(make_model(recipe.sizes, recipe.seed), device).train()
+        model = make_model(recipe.sizes, recipe.seed)
+        if recipe.start is not None:
+            start_from(model, Path(recipe.start))
+        self.model = torch.nn.Module.to(model, device).train()
         config = self.model.config
         torch.manual_seed(recipe.seed + 1)
         last = recipe.sizes.layers - 1

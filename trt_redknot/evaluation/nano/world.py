@@ -10,6 +10,7 @@ Kinds of questions, and what an answer needs:
     two_hop      the town of somebody's employer, which another document names
     chain        the chief of somebody's chief, whom another document names
     report       several facts of one person, as sentences: a longer answer
+    steps        what two_hop and chain ask for, both steps as sentences: a longer answer
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from itertools import pairwise
 from trt_redknot.evaluation.nano.words import DAYS, FIRMS, LOOKS, NAMES, SCENES, SEASONS, THINGS, TOWNS, WEATHER
 
 SHORT_KINDS = ("single", "override", "relation", "implied", "continued", "two_hop", "chain")
-KINDS = (*SHORT_KINDS, "report")
+LONGER_KINDS = ("report", "steps")
+KINDS = (*SHORT_KINDS, *LONGER_KINDS)
 _LINKS = 2
 _FEW_PEOPLE = (5, 12)
 _PEOPLE = (20, 40, len(NAMES))
@@ -74,12 +76,14 @@ class World:
     Attributes:
         kinds: question kinds that the documents should allow.
         small: documents of a few sentences about few people, for short prompts.
+        related: how much more often than otherwise a sentence says who works where or under whom.
         people: who may be named. Few, so that knowing the person is not enough to find a fact.
     """
 
     rng: random.Random
     kinds: Sequence[str]
     small: bool = False
+    related: float = 1.0
     passages: list[Passage] = field(default_factory=list)
     people: list[str] = field(default_factory=list)
     _facts: dict[tuple[str, str], _Fact] = field(default_factory=dict)
@@ -176,9 +180,9 @@ class World:
         if "override" in self.kinds:
             makers.append((self._notice, 0.15))
         if "two_hop" in self.kinds:
-            makers.append((self._employment, 0.25))
+            makers.append((self._employment, 0.25 * self.related))
         if "chain" in self.kinds:
-            makers.append((self._link, 0.2))
+            makers.append((self._link, 0.2 * self.related))
         maker = self.rng.choices([maker for maker, _ in makers], [weight for _, weight in makers])[0]
         return maker()
 
@@ -278,6 +282,8 @@ class World:
             ]  # fmt: skip
         if kind == "report":
             return self._reports()
+        if kind == "steps":
+            return self._steps()
         if kind == "relation":
             return self._relations()
         return [
@@ -305,9 +311,30 @@ class World:
             if len(facts) >= 2:
                 told = self.rng.sample(facts, min(len(facts), self.rng.randint(*_REPORTED)))
                 listed = [word for fact in told for word in (fact.thing, ",")][:-1]
-                answer = [w for f in told for w in ("The", f.thing, "of", person, "is", f.look, ".")]
+                answer = _told(*((fact.thing, person, fact.look) for fact in told))
                 questions.append(_question("report", ("Report", "the", *listed, "of", person, "."), answer))
         return questions
+
+    def _steps(self) -> list[Question]:
+        employed = [
+            ("town", "employer", who, firm, self._towns[firm])
+            for who, firm in self._employers.items()
+            if firm in self._towns
+        ]
+        chiefs = [("chief", "chief", *people) for people in self._lines]
+        return [
+            _question(
+                "steps",
+                ("Report", "the", second, "of", "the", first, "of", who, "."),
+                _told((first, who, bridge), (second, bridge, last)),
+            )
+            for second, first, who, bridge, last in (*employed, *chiefs)
+        ]
+
+
+def _told(*steps: tuple[str, str, str]) -> list[str]:
+    """One sentence a step: what, whose, which."""
+    return [word for what, whose, which in steps for word in ("The", what, "of", whose, "is", which, ".")]
 
 
 def _question(kind: str, words: Sequence[str], answer: Sequence[str], bridge: str | None = None) -> Question:

@@ -182,7 +182,7 @@ class _Run:
             f"loss {values['total']:.3f}  answers {values['answers']:.3f} ({values['correct']:.1%} right)  "
             f"previous {values['previous_correct']:.1%}  subject {values['subject_correct']:.1%}  "
             f"bridge {values['bridge_correct']:.1%}  told {values['told_correct']:.1%}  "
-            f"indexer {values['indexer']:.3f}  found: {found}"
+            f"late {values['late_correct']:.1%}  indexer {values['indexer']:.3f}  found: {found}"
         )
 
     def pause(self) -> bool:

@@ -82,6 +82,20 @@ def test_dense_sequences_see_every_entry_and_muted_ones_none() -> None:
     torch.testing.assert_close(mixed[2], muted[2], rtol=1e-4, atol=1e-4)
 
 
+def test_late_sequences_see_no_entries_in_the_first_layer_that_has_some() -> None:
+    model = network(NetworkOptions(kinds="sscc", hash_layers=4, seed=random.randrange(2**31), topk=3))
+    lean = LeanNetwork(model)
+    tokens = torch.randint(0, 97, (3, 64))
+    with torch.no_grad():
+        dense = lean(tokens, dense=2, keep=(2, 3)).streams
+        late = lean(tokens, dense=2, late=1, keep=(2, 3)).streams
+        blind = lean(tokens, muted=3, keep=(2, 3)).streams
+    torch.testing.assert_close(late[2][0], blind[2][0], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(late[3][0], blind[3][0], atol=1e-3), "the next layer sees entries"
+    for layer in (2, 3):
+        torch.testing.assert_close(late[layer][1:], dense[layer][1:], rtol=1e-4, atol=1e-4)
+
+
 def test_watched_tokens_are_compared_with_what_was_attended_to() -> None:
     model = network(NetworkOptions(kinds="ssc", hash_layers=3, seed=random.randrange(2**31), topk=3))
     lean = LeanNetwork(model)
@@ -107,7 +121,9 @@ def test_gradients_reach_every_parameter() -> None:
     sizes = dataclasses.replace(SMALL, silent=())
     model = make_model(sizes, random.randrange(2**31))
     lean = LeanNetwork(model)
-    heads = AuxiliaryHeads(sizes.hidden, 4, model.config.vocab_size, (3, 5), (4, 6))
+    heads = AuxiliaryHeads(
+        sizes.hidden, 4, model.config.vocab_size, previous_layers=(1, 5), subject_layers=(3, 5), reading_layers=(4, 6)
+    )
     stage = curriculum(1024, (128, 256))[1]
     batch = make_batch(stage, random.randrange(2**31), 0)
     arrays = (batch.tokens, batch.targets, batch.subjects, batch.kinds, batch.bridges)

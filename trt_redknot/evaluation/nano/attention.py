@@ -100,9 +100,10 @@ def far_mask(kind: LayerKind, scores: Tensor | None, choices: Choices, tables: T
         return visible
     parts = [visible.expand(choices.dense, -1, -1), chosen(scores, visible, k)]
     allowed = torch.cat(parts) if choices.dense else parts[1]
-    blind = choices.muted + (choices.late if kind.first else 0)
-    if blind:
-        seeing = torch.arange(tables.sequences, device=allowed.device) < tables.sequences - blind
+    late = choices.late if kind.first else 0
+    if late or choices.muted:
+        places = torch.arange(tables.sequences, device=allowed.device)
+        seeing = (places >= late) & (places < tables.sequences - choices.muted)
         allowed = allowed & seeing[:, None, None]
     return allowed
 

@@ -110,7 +110,7 @@ class LeanNetwork:
             dense: so many sequences, the first ones, attend to every entry in CSA layers; the others to the Indexer's
                 choice.
             muted: so many sequences, the last ones, see no entries in CSA layers.
-            late: so many sequences before them see none in the first CSA layer that has entries.
+            late: so many sequences, the first ones, see none in the first CSA layer that has entries.
             watched: int64, places in every block of queries at which the Indexers of dense sequences are compared with
                 the attention; left out: all.
             keep: layers whose output streams are returned.

@@ -3,7 +3,8 @@
 * Answers: cross entropy of the answers' tokens.
 * Previous tokens: throw-away linear heads on the streams after layer 1 name the tokens at t-1 to t-8. Without them the
   first layers form no heads that look at previous tokens, and training rests on guessing among the values in sight.
-  Eight, because what a question asks for stands so many tokens before the row that must find it.
+  Eight, because what a question asks for stands so many tokens before the row that must find it. Others do so on the
+  streams that the second reading layer gets: what it compares must still be there.
 * Reading: throw-away heads on the streams after two layers that read, at the rows that must find a word: after the
   first one, what must be read first (the place where somebody works, before its town can be read); after the second
   one, the word.
@@ -17,8 +18,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +32,6 @@ from trt_redknot.evaluation.nano.sizes import Selection, Tensor
 from trt_redknot.evaluation.nano.world import KINDS
 
 LOOK_BACK = 8
-PREVIOUS_LAYER = 1
 # Of a row's own size.
 TOLD_STRENGTH = 0.5
 
@@ -50,32 +51,38 @@ class AuxiliaryHeads(nn.Module):
     """The throw-away heads; they are no part of the checkpoint.
 
     Args:
+        previous_layers: the layers after which the tokens before should be known.
         subject_layers: the layers after which the subject should be known.
         reading_layers: two layers, after which what must be read first, and the answer, should be known.
     """
 
     def __init__(
-        self, hidden: int, streams: int, vocab: int, subject_layers: Sequence[int], reading_layers: tuple[int, int]
-    ) -> None:
+        self, hidden: int, streams: int, vocab: int, *, previous_layers: Sequence[int], subject_layers: Sequence[int],
+        reading_layers: tuple[int, int],
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.previous_layers = tuple(previous_layers)
         self.subject_layers = tuple(subject_layers)
         self.reading_layers = reading_layers
-        self.previous = nn.ModuleList(nn.Linear(hidden * streams, vocab) for _ in range(LOOK_BACK))
+        self.previous = nn.ModuleList(
+            nn.ModuleList(nn.Linear(hidden * streams, vocab) for _ in range(LOOK_BACK)) for _ in self.previous_layers
+        )
         self.subjects = nn.ModuleList(nn.Linear(hidden * streams, vocab) for _ in self.subject_layers)
         self.reading = nn.ModuleList(nn.Linear(hidden * streams, vocab) for _ in self.reading_layers)
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Layers whose streams the heads read."""
-        return (PREVIOUS_LAYER, *self.subject_layers, *self.reading_layers)
+        return (*self.previous_layers, *self.subject_layers, *self.reading_layers)
 
-    def hint(self, targets: Tensor, bridges: Tensor, told: int) -> Hint:
-        """What the first `told` sequences are told behind the first reading layer where a second step follows.
+    def hint(self, targets: Tensor, bridges: Tensor, told: slice) -> Hint:
+        """What the sequences `told` are told behind the first reading layer where a second step follows.
 
         The direction by which the first reading head knows the word: what that layer should have added itself.
         """
         asks = (bridges != IGNORE) & (bridges != targets)
-        asks &= (torch.arange(len(targets), device=targets.device) < told)[:, None]
+        places = torch.arange(len(targets), device=targets.device)
+        asks &= ((places >= told.start) & (places < told.stop))[:, None]
         known = self.reading[0].get_parameter("weight").detach().float()
         direction = F.embedding(bridges.where(asks, 0), known)
         unit = F.rms_norm(direction, direction.shape[-1:])
@@ -91,6 +98,7 @@ class Losses:
         subject_correct: of the last subject head.
         bridge_correct, reading_correct: of the two reading heads.
         told_correct: of answers whose first step the row was told.
+        late_correct: of words found by sequences that see nothing in the first reading layer.
         kinds_right, kinds_asked: words that answers had to find, by kind of question, fp32 [kinds].
     """
 
@@ -106,20 +114,25 @@ class Losses:
     bridge_correct: Tensor
     reading_correct: Tensor
     told_correct: Tensor
+    late_correct: Tensor
     kinds_right: Tensor
     kinds_asked: Tensor
 
 
-def previous_token_loss(streams: Tensor, tokens: Tensor, heads: AuxiliaryHeads) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy of the tokens at t-1 .. t-LOOK_BACK, and the share of them named right."""
-    flat = _normed(streams)
+def previous_token_loss(streams: Mapping[int, Tensor], tokens: Tensor, heads: AuxiliaryHeads) -> tuple[Tensor, Tensor]:
+    """Mean cross entropy of the tokens at t-1 .. t-LOOK_BACK over layers, and the smallest share of them named right
+    behind one."""
     losses, right = [], []
-    for back, head in enumerate(heads.previous, start=1):
-        wanted = F.pad(tokens[:, :-back], (back, 0), value=IGNORE)
-        loss, correct = masked_loss(head(flat), wanted)
-        losses.append(loss)
-        right.append(correct)
-    return torch.stack(losses).mean(), torch.stack(right).mean()
+    for layer, own in zip(heads.previous_layers, heads.previous, strict=True):
+        flat = _normed(streams[layer])
+        shares = []
+        for back, head in enumerate(cast("nn.ModuleList", own), start=1):
+            wanted = F.pad(tokens[:, :-back], (back, 0), value=IGNORE)
+            loss, correct = masked_loss(head(flat), wanted)
+            losses.append(loss)
+            shares.append(correct)
+        right.append(torch.stack(shares).mean())
+    return torch.stack(losses).mean(), torch.stack(right).amin()
 
 
 def masked_loss(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,29 +164,31 @@ def indexer_loss(selections: dict[int, Selection], silent: Sequence[int]) -> Ten
 
 def losses_of(
     forward: Forward, heads: AuxiliaryHeads, tokens: Tensor, targets: Tensor, subjects: Tensor, kinds: Tensor,
-    bridges: Tensor, *, weights: Weights, silent: Sequence[int], muted: int = 0,
-    late: int = 0, told: int = 0,
+    bridges: Tensor, *, weights: Weights, silent: Sequence[int], muted: int = 0, late: int = 0, told: int = 0,
 ) -> Losses:  # fmt: skip
     """All losses of a batch; tokens, targets, subjects, kinds, bridges int64 [B, S].
 
     Args:
-        muted: so many sequences, the last ones, do not count in what was answered right.
-        late: so many sequences before them cannot have read anything after the first reading layer.
-        told: so many sequences, the first ones, were told the first of two steps, and do not count either.
+        late: so many sequences, the first ones, cannot have read anything after the first reading layer.
+        told: so many sequences behind them were told the first of two steps.
+        muted: so many sequences, the last ones, saw no entries. Of these three nothing counts in what was found.
     """
-    counted = slice(told, len(tokens) - muted)
+    counted, hinted = slice(late + told, len(tokens) - muted), slice(late, late + told)
     answers, _ = masked_loss(forward.logits, targets)
     right = (forward.logits.argmax(-1) == targets).float()
     correct = right[counted].sum() / (targets[counted] != IGNORE).sum().clamp(min=1)
-    second = (bridges[:told] != IGNORE) & (bridges[:told] != targets[:told])
-    told_correct = (right[:told] * second).sum() / second.sum().clamp(min=1)
-    previous, previous_correct = previous_token_loss(forward.streams[PREVIOUS_LAYER], tokens, heads)
+    second = (bridges[hinted] != IGNORE) & (bridges[hinted] != targets[hinted])
+    told_correct = (right[hinted] * second).sum() / second.sum().clamp(min=1)
+    found_late = kinds[:late] != IGNORE
+    late_correct = (right[:late] * found_late).sum() / found_late.sum().clamp(min=1)
+    previous, previous_correct = previous_token_loss(forward.streams, tokens, heads)
     named = [
         masked_loss(head(_normed(forward.streams[layer])), subjects)
         for layer, head in zip(heads.subject_layers, heads.subjects, strict=True)
     ]
     subject = torch.stack([loss for loss, _ in named]).mean()
-    early = torch.arange(len(tokens), device=tokens.device)[:, None] < counted.stop - late
+    places = torch.arange(len(tokens), device=tokens.device)[:, None]
+    early = (places >= late) & (places < len(tokens) - muted)
     wanted = (bridges.where(early, IGNORE), targets.where(kinds != IGNORE, IGNORE))
     read = [
         masked_loss(head(_normed(forward.streams[layer])), at)
@@ -195,8 +210,8 @@ def losses_of(
         total=total, answers=answers.detach(), previous=previous.detach(), subject=subject.detach(),
         reading=reading.detach(), indexer=indexer.detach(), correct=correct, previous_correct=previous_correct,
         subject_correct=named[-1][1], bridge_correct=read[0][1], reading_correct=read[1][1],
-        told_correct=told_correct, kinds_right=(asked * right[counted].flatten()[:, None]).sum(0),
-        kinds_asked=asked.sum(0),
+        told_correct=told_correct, late_correct=late_correct,
+        kinds_right=(asked * right[counted].flatten()[:, None]).sum(0), kinds_asked=asked.sum(0),
     )  # fmt: skip
 
 

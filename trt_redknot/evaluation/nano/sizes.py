@@ -63,7 +63,7 @@ class Choices:
     Attributes:
         dense: so many sequences, the first ones, see every entry; the others what the Indexer chooses.
         muted: so many sequences, the last ones, see no entry at all.
-        late: so many sequences before them see none in the first of these layers.
+        late: so many sequences, the first ones, see none in the first of these layers.
         watched: int64 [W'], the places of each block of W tokens at which a dense sequence's Indexer is compared with
             the attention.
     """

@@ -41,8 +41,8 @@ class StageSteps:
         self._optimizer, self._parameters, self._device = optimizer, list(named.values()), device
         self._captured, self._note = captured, note
         self._dense = stage.sequences - round(stage.sequences * recipe.sparse)
-        self._late = int(stage.sequences * recipe.late)
-        self._told = int(stage.sequences * recipe.told)
+        self._late = min(int(stage.sequences * recipe.late), self._dense)
+        self._told = min(int(stage.sequences * recipe.told), self._dense - self._late)
         self._muted = min(int(stage.sequences * recipe.mute), stage.sequences - self._dense)
         shape = (stage.sequences, stage.length)
         self._inputs = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in _INPUTS}
@@ -99,7 +99,8 @@ class StageSteps:
             forward = self._network(
                 self._inputs["tokens"], dense=self._dense, muted=self._muted, late=self._late, watched=self._watched,
                 keep=self._heads.layers,
-                hint=self._heads.hint(self._inputs["targets"], self._inputs["bridges"], self._told),
+                hint=self._heads.hint(self._inputs["targets"], self._inputs["bridges"],
+                                      slice(self._late, self._late + self._told)),
             )  # fmt: skip
             losses = losses_of(
                 forward, self._heads, *(self._inputs[name] for name in _INPUTS), weights=self._recipe.weights,

@@ -23,6 +23,8 @@ from trt_redknot.evaluation.nano.step import StageSteps, named_values
 from trt_redknot.evaluation.nano.world import KINDS
 
 Log = Callable[[dict[str, float]], None]
+# The last of the two layers that see nothing but their window.
+PREVIOUS_LAYER = 1
 # Steps between two looks at the losses: each look waits for the GPU. States are saved at such steps only.
 REPORT = 20
 
@@ -41,7 +43,8 @@ class Recipe:
         sparse, mute: shares of a batch that attend to the Indexer's choice only, and, among them, that see no CSA
             entries at all.
         late: share of a batch that sees no entries in the first CSA layer that has some: the next one must learn to
-            find facts as well, for whose it should find may be known only after the first.
+            find facts as well, for whose it should find may be known only after the first. These and those told are
+            dense: an Indexer can only learn to choose what its attention already finds.
         told: share of a batch whose rows are told, behind the first reading layer, what the first of two steps finds.
         subject_layers: layers after which words should know their subject: behind the first layer with HCA entries,
             and behind one with CSA entries more.
@@ -67,7 +70,7 @@ class Recipe:
     clip: float = 1.0
     sparse: float = 0.5
     mute: float = 0.0625
-    late: float = 0.125
+    late: float = 0.1875
     told: float = 0.125
     subject_layers: tuple[int, ...] = (3, 5)
     reading_layers: tuple[int, int] = (4, 6)
@@ -111,8 +114,9 @@ class Trainer:
         last = recipe.sizes.layers - 1
         self.heads = AuxiliaryHeads(
             config.hidden_size, config.hc_mult, config.vocab_size,
-            [min(layer, last) for layer in recipe.subject_layers],
-            (min(recipe.reading_layers[0], last), min(recipe.reading_layers[1], last)),
+            previous_layers=(PREVIOUS_LAYER, min(recipe.reading_layers[1], last) - 1),
+            subject_layers=[min(layer, last) for layer in recipe.subject_layers],
+            reading_layers=(min(recipe.reading_layers[0], last), min(recipe.reading_layers[1], last)),
         ).to(device)  # fmt: skip
         self.network = LeanNetwork(self.model, silent=recipe.sizes.silent, compiled=compiled)
         self.named = {

@@ -40,6 +40,23 @@ def test_front_ends_end_at_the_launchers_word_and_it_waits_for_them() -> None:
     front_ends.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_service_that_cannot_close_is_not_waited_for() -> None:
+    def fails() -> None:
+        raise RuntimeError("a rank does not answer")
+
+    front_ends = FrontEnds()
+    follow = end_on_word(front_ends.environment, fails)
+    while not front_ends.connected:
+        pass
+    ending = threading.Thread(target=front_ends.end, args=(600.0,))
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive()
+    follow()
+    front_ends.close()
+
+
 def test_front_ends_live_on_where_there_is_no_launcher(tmp_path: Path) -> None:
     closed: list[int] = []
     for environment in ({}, {VARIABLE: str(tmp_path / "gone.sock")}):

@@ -95,11 +95,14 @@ def end_on_word(environment: Mapping[str, str], close: Callable[[], None]) -> Ca
     told = threading.Event()
 
     def wait() -> None:
-        with contextlib.suppress(ChannelError):
-            if channel.receive() is not None:
-                told.set()
-                close()
-        channel.close()
+        try:
+            with contextlib.suppress(ChannelError):
+                if channel.receive() is not None:
+                    told.set()
+                    close()
+        finally:
+            # The launcher waits for this end, also of a service that could not close.
+            channel.close()
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()

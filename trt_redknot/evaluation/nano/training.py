@@ -70,7 +70,7 @@ class Recipe:
     clip: float = 1.0
     sparse: float = 0.5
     mute: float = 0.0625
-    late: float = 0.1875
+    late: float = 0.25
     told: float = 0.125
     subject_layers: tuple[int, ...] = (3, 5)
     reading_layers: tuple[int, int] = (4, 6)

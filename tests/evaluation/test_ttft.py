@@ -24,7 +24,7 @@ from trt_redknot.config.parse import load_geometry
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.engine.documents import Documents
 from trt_redknot.engine.tiles import TileOptions
-from trt_redknot.evaluation.metering import Ceilings, HostClock, MeteredOps, Work, share_of_roofline
+from trt_redknot.evaluation.metering import Ceilings, HostClock, MeteredOps, StageLine, Work, share_of_roofline
 from trt_redknot.evaluation.standin import StandInArtifact, StandInCollectives, StandInRank, make_rank
 from trt_redknot.evaluation.ttft import document_length, first_token, segment_table
 from trt_redknot.evaluation.ttft_report import print_run, render_page
@@ -78,7 +78,7 @@ def run(geometry: ModelGeometry) -> dict[str, Any]:
     assert len(turns) == 9
     return {
         "evidence": "measured", "ranks": 2, "real_ranks": False, "experts": "same", "geometry": "tiny <&>",
-        "layers": geometry.layers,
+        "layers": geometry.layers, "layers_of": geometry.layers + 1,
         "artifacts": {"place": "host", "format": "fp8", "read_ahead": 2}, "machine": {"gpu": "none"},
         "lengths": [{**measured, "peak_gib": 1.5, "driver_peak_gib": None}], "check": [],
     }  # fmt: skip
@@ -95,9 +95,16 @@ def test_a_run_is_json_and_adds_up(run: dict[str, Any]) -> None:
     assert len(full["seconds"]) == len(full["late_s"]) == 2
     assert full["speedup"] == pytest.approx(recompute["ttft_s"] / full["ttft_s"])
     for arm in length["arms"].values():
-        assert arm["decode_tokens_per_s"] > 0
+        decode = arm["decode"]
+        assert decode["tokens_per_s"] > 0
+        assert decode["of_recompute"] == decode["tokens_per_s"] / recompute["decode"]["tokens_per_s"]
+        assert decode["share_of_roofline"] == pytest.approx(decode["floor_s"] * decode["tokens_per_s"])
+        assert decode["floor_s"] > 0
+        assert decode["graphs"] == 0
+        assert decode["eager_because"] == "there are no CUDA graphs on cpu"
         assert arm["share_of_roofline"] == pytest.approx(
-            sum(line["floor_s"] for line in arm["stages"]) / sum(line["seconds"] for line in arm["stages"])
+            sum(min(line["floor_s"], line["seconds"]) for line in arm["stages"])
+            / sum(line["seconds"] for line in arm["stages"])
         )
     cold = length["cold"]
     assert cold["bytes_of_rank"] > 0
@@ -109,12 +116,21 @@ def test_a_run_is_json_and_adds_up(run: dict[str, Any]) -> None:
 def test_a_run_is_shown(run: dict[str, Any], tmp_path: Path) -> None:
     shown = StringIO()
     print_run(Output(0, stdout=shown, stderr=StringIO()), run)
-    for word in ("recompute", "full", "seg_latent_attention", "one rank of TP=2", "measured", "nvidia-smi"):
+    for word in (
+        "recompute",
+        "full",
+        "seg_latent_attention",
+        "one rank of TP=2",
+        "measured",
+        "nvidia-smi",
+        "of recompute",
+    ):
         assert word in shown.getvalue()
     page = render_page([run, run])
-    assert "tiny &lt;&amp;&gt;" in page
-    assert page.count("<svg") == 4
-    for start in range(4):
+    assert f"tiny &lt;&amp;&gt;, {run['layers']} of {run['layers_of']} layers" in page
+    assert page.count("the slowest arm decodes at") == 2
+    assert page.count("<svg") == 6
+    for start in range(6):
         ET.fromstring("<svg" + page.split("<svg")[start + 1].split("</svg>")[0] + "</svg>")
 
 
@@ -190,6 +206,12 @@ def test_a_floor_is_the_longer_of_bytes_and_arithmetic() -> None:
     assert Work(bytes=10**10, bf16=10**10).floor_s(CEILINGS) == pytest.approx(1.0)
     assert Work(bytes=10**9, bf16=10**11, fp8=torch.tensor(2 * 10**11)).floor_s(CEILINGS) == pytest.approx(2.0)
     assert share_of_roofline([]) == 0.0
+    # What is faster than its floor makes up for nothing else.
+    lines = [
+        StageLine(op=op, calls=1, seconds=1.0, floor_s=floor_s, bytes=0, operations=0)
+        for op, floor_s in (("cached", 7.0), ("slow", 0.5))
+    ]
+    assert share_of_roofline(lines) == pytest.approx(0.75)
 
 
 def test_attributes_of_the_backend_pass_through(geometry: ModelGeometry) -> None:

@@ -82,7 +82,9 @@ def test_packed_experts_and_host_tiles_are_checked_timed_and_shown(geometry: Mod
 
 def test_faults_are_shown_before_anything_is_timed(geometry: ModelGeometry, monkeypatch: pytest.MonkeyPatch) -> None:
     far, near = Distance(rms=0.2, largest=0.4), Distance(rms=0.1, largest=0.2)
-    wrong = SegmentAgreement(rows=5, protected=far, recomputed=near)
+    wrong = SegmentAgreement(
+        rows=5, protected=far, recomputed=near, unrelated=Distance(rms=1.4, largest=1.5)
+    )  # fmt: skip
     noted = StringIO()
 
     def check(*_: object, **__: object) -> Agreement:
@@ -115,6 +117,7 @@ def test_a_failed_check_is_written_and_ends_the_command(monkeypatch: pytest.Monk
     result = {"check": [{"faults": ["a fault"]}], "lengths": []}
     monkeypatch.setattr(ttft_bench, "find_device", lambda name, comm: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(ttft_bench, "free_memory", lambda device: 0)
     monkeypatch.setattr(ttft_bench, "measure", lambda *_: result)
     file, page = tmp_path / "run.json", tmp_path / "run.html"
     with pytest.raises(EngineError, match=r"not what recomputation gives.*a fault"):
@@ -133,6 +136,22 @@ def test_documents_of_the_check_lie_on_whole_windows() -> None:
 
 
 def test_layers_can_be_left_out() -> None:
-    assert BenchOptions(layers=9).network.layers == 9
-    assert BenchOptions().network.layers == 43
-    assert BenchOptions(geometry="pro").network.layers == 61
+    assert BenchOptions(layers=9).network(8, 0).layers == 9
+    assert BenchOptions().network(8, 0).layers == 43
+    assert BenchOptions(geometry="pro").network(16, 0).layers == 61
+
+
+def test_as_many_layers_as_fit_are_taken() -> None:
+    """More memory, more ranks and smaller experts make room for more; what does not fit is refused."""
+    gib = 2**30
+    pro = BenchOptions(geometry="pro", layers="fit")
+    few, more = (pro.network(16, size * gib).layers for size in (60, 139))
+    assert 7 <= few < more < 61
+    packed = dataclasses.replace(pro, experts="fp8")
+    assert more < packed.network(16, 139 * gib).layers < 61
+    assert packed.network(8, 139 * gib).layers < packed.network(16, 139 * gib).layers
+    assert pro.network(16, 1000 * gib).layers == 61
+    whole = BenchOptions(geometry="pro").network(16, 0)
+    assert pro.network(16, 139 * gib).attention_kinds == whole.attention_kinds[:more]
+    with pytest.raises(EngineError, match=r"do not fit a rank of 16"):
+        pro.network(16, 10 * gib)

@@ -63,6 +63,8 @@ def test_arms_that_only_round_otherwise_agree(folder: Path, routers: RouterKind)
     assert [segment.rows for segment in found.segments] == [128, 128, 256]
     # There is rounding to compare with, and it is rounding.
     assert all(1e-4 < segment.recomputed.rms < 0.3 for segment in found.segments)
+    # And rows that have nothing to do with each other are far apart.
+    assert all(1.0 < segment.unrelated.rms < 1.8 for segment in found.segments)
     assert found.to_json()["faults"] == []
 
 
@@ -189,8 +191,13 @@ def test_a_stale_part_of_an_artifact_is_found(
     assert all("reuse" in line for line in faults)
 
 
-def agreement(distances: Sequence[tuple[Distance, Distance]]) -> Agreement:
-    segments = tuple(SegmentAgreement(rows=1, protected=one, recomputed=two) for one, two in distances)
+UNRELATED = Distance(rms=1.4, largest=1.5)
+
+
+def agreement(distances: Sequence[tuple[Distance, Distance]], unrelated: Distance = UNRELATED) -> Agreement:
+    segments = tuple(
+        SegmentAgreement(rows=1, protected=one, recomputed=two, unrelated=unrelated) for one, two in distances
+    )
     return Agreement(routers=RouterKind.HASH, runs=1, prefix_equal=1.0, segments=segments, reused=segments[0])
 
 
@@ -202,6 +209,32 @@ def test_what_is_no_number_is_a_fault() -> None:
     assert agreement([(near, far)]).faults() == []
     assert len(agreement([(near, far), (lost, far), (near, lost)]).faults()) == 4
     assert len(agreement([(lost, far)]).faults()) == 4
+
+
+@pytest.mark.parametrize(
+    ("rounding", "found"),
+    [
+        (Distance(rms=0.71, largest=0.9), ["recomputations differ by 7.10e-01 (rms), more than 50% of"]),
+        (Distance(rms=0.1, largest=1.13), ["recomputations differ by 1.13e+00 (largest), more than 80% of"]),
+        (Distance(rms=0.69, largest=1.11), []),
+    ],
+)
+def test_a_bound_that_proves_nothing_is_a_fault(rounding: Distance, found: list[str]) -> None:
+    """However small the distances are that it would bound."""
+    near = Distance(rms=1e-3, largest=1e-3)
+    faults = agreement([(near, Distance(rms=0.1, largest=0.2)), (near, rounding)]).faults()
+    assert len(faults) == len(found)
+    assert all(line.startswith(f"hash routers, segment 1: {want}") for line, want in zip(faults, found, strict=True))
+    assert all("unrelated rows differ by (1.40e+00): nothing" in line for line in faults)
+
+
+def test_no_bound_is_above_what_unrelated_rows_allow() -> None:
+    """Twice the largest distance of recomputations would let a row be another's."""
+    near, rounding = Distance(rms=0.1, largest=0.1), Distance(rms=0.2, largest=1.0)
+    assert agreement([(near, rounding), (Distance(rms=0.1, largest=1.1), rounding)]).faults() == []
+    faults = agreement([(near, rounding), (Distance(rms=0.1, largest=1.4), rounding)]).faults()
+    assert len(faults) == 1
+    assert "segment 1: largest distance 1.40e+00, more than 1.12e+00" in faults[0]
 
 
 def test_rows_that_are_rounded_alike_are_held_to_less() -> None:

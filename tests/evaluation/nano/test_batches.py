@@ -10,6 +10,7 @@ import pytest
 
 from trt_redknot.evaluation.nano.batches import IGNORE, Batch, Stage, curriculum, make_batch
 from trt_redknot.evaluation.nano.feed import open_feed
+from trt_redknot.evaluation.nano.objective import SECOND_WHAT, WHAT, WHOSE
 from trt_redknot.evaluation.nano.words import END, NAMES, PAD, token_ids, vocabulary
 from trt_redknot.evaluation.nano.world import KINDS, LONGER_KINDS
 
@@ -87,6 +88,13 @@ def test_two_steps_have_a_word_between() -> None:
     asked = batch.kinds != IGNORE
     two = np.isin(batch.kinds, [KINDS.index("two_hop"), KINDS.index("chain")])
     assert two.any()
+    # Where the objective looks for what such a question asks.
+    names, words = set(NAMES), vocabulary()
+    for tokens, places in zip(batch.tokens, two, strict=True):
+        for place in np.flatnonzero(places):
+            whose, what, second = (words[tokens[place - back]] for back in (WHOSE, WHAT, SECOND_WHAT))
+            assert whose in names
+            assert (what, second) in (("employer", "town"), ("chief", "chief"))
     assert (batch.bridges[two] != batch.targets[two]).all()
     one = asked & ~two & (batch.kinds != KINDS.index("continued"))
     assert (batch.bridges[one] == batch.targets[one]).all()

@@ -26,6 +26,7 @@ from trt_redknot.evaluation.nano import training
 from trt_redknot.evaluation.nano.batches import IGNORE
 from trt_redknot.evaluation.nano.card import earlier_runs
 from trt_redknot.evaluation.nano.network import SMALL, make_model, round_to_checkpoint, write_checkpoint
+from trt_redknot.evaluation.nano.objective import SECOND_WHAT, WHAT, WHOSE, PreviousLoss, previous_token_loss
 from trt_redknot.evaluation.nano.training import REPORT, Recipe, Trainer
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -134,19 +135,53 @@ def test_rows_are_told_the_first_of_two_steps_and_no_others() -> None:
     targets, bridges = torch.full(shape, IGNORE), torch.full(shape, IGNORE)
     targets[:, 100], bridges[:, 100] = 7, 9
     targets[:, 50], bridges[:, 50] = 8, 8
-    hint = trainer.heads.hint(targets, bridges, slice(1, 3))
-    assert hint.layer == RECIPE.reading_layers[0]
+    hint = trainer.heads.hint(tokens, targets, bridges, slice(1, 3))
+    assert hint.layer == trainer.heads.previous_layers[-1] == RECIPE.reading_layers[1] - 1
     asked = hint.added.abs().amax(-1) > 0
     assert asked.nonzero().tolist() == [[1, 100], [2, 100]]
-    direction = trainer.heads.reading[0].get_parameter("weight")[9]
-    assert torch.cosine_similarity(hint.added[1, 100], direction, dim=0) > 0.999
+    # By the heads of that layer the row now asks what is left: the second what, of the word that was read.
+    last = trainer.heads.previous[-1]
+    for back, before, now in ((WHOSE, tokens[1, 100 - WHOSE], 9), (WHAT, tokens[1, 100 - WHAT], tokens[1, 92])):
+        told = torch.nn.functional.linear(hint.added[1, 100], last[back - 1].weight)
+        assert told[now] > told[before] or now == before
     plain = trainer.network(tokens, dense=4, keep=[hint.layer])
-    told = trainer.network(tokens, dense=4, keep=[hint.layer], hint=hint)
-    assert torch.equal(plain.streams[hint.layer], told.streams[hint.layer])
-    moved = (plain.logits - told.logits).abs().amax(-1) > 0
+    hinted = trainer.network(tokens, dense=4, keep=[hint.layer], hint=hint)
+    assert torch.equal(plain.streams[hint.layer], hinted.streams[hint.layer])
+    moved = (plain.logits - hinted.logits).abs().amax(-1) > 0
     assert moved[1:3, 100].all()
     assert not moved[1:3, :100].any()
     assert not moved[[0, 3]].any()
+
+
+def test_rows_of_two_steps_should_look_as_the_question_that_is_left() -> None:
+    heads = Trainer(RECIPE, torch.device("cpu")).heads
+    width = heads.previous[-1][0].in_features
+    tokens = torch.randint(1, 50, (2, 32))
+    bridges = torch.full_like(tokens, IGNORE)
+    steps = torch.zeros(tokens.shape, dtype=torch.bool)
+    bridges[:, 20], steps[:, 20] = 60, True
+    streams = {layer: torch.zeros(2, 32, 4, width // 4) for layer in heads.previous_layers}
+    last = heads.previous[-1]
+    for head in last:
+        torch.nn.init.zeros_(head.weight)
+        torch.nn.init.zeros_(head.bias)
+
+    def losses(read: list[bool]) -> PreviousLoss:
+        return previous_token_loss(streams, tokens, heads, bridges, steps, torch.tensor(read)[:, None])
+
+    assert losses([False, False]).moved == 0
+    before = losses([True, False])
+    last[WHOSE - 1].bias.data[60] = last[WHAT - 1].bias.data[tokens[0, 20 - SECOND_WHAT]] = 9.0
+    after = losses([True, False])
+    assert after.moved < before.moved
+    assert after.moved_correct == 1
+    # The token that really stands there is not asked for in such a row.
+    last[WHOSE - 1].bias.data.zero_()
+    last[WHOSE - 1].bias.data[60] = 50.0
+    steps[:] = True
+    assert losses([False, False]).named < before.named
+    steps[:] = False
+    assert losses([False, False]).named > before.named + 1
 
 
 def test_the_clock_ends_a_run_too() -> None:

@@ -8,8 +8,10 @@
 * Reading: throw-away heads on the streams after two layers that read, at the rows that must find a word: after the
   first one, what must be read first (the place where somebody works, before its town can be read); after the second
   one, the word.
-* The second step alone: some sequences are told, behind the first reading layer and in the direction by which its head
-  knows words, what the first step finds. The second step can so be learnt before the first one is sure.
+* Two steps: where a question has two, the row that the second reading layer gets should look as that of the question
+  which is left, "the town of the employer of Nora" as "the town of Tekno": the heads that name the tokens at those two
+  places should name what was read, and what is asked of it. Some sequences are told so, in the directions by which the
+  heads know words: the second step can be learnt before the first one is sure.
 * Subject: throw-away heads on the streams of reusable layers name the person that a document's word is about. A
   document whose top says only "the same person" can know it only from the document before. The first of them reads a
   layer whose only far entries are HCA's, the second one behind a layer with CSA's.
@@ -32,7 +34,10 @@ from trt_redknot.evaluation.nano.sizes import Selection, Tensor
 from trt_redknot.evaluation.nano.world import KINDS
 
 LOOK_BACK = 8
-# Of a row's own size.
+# Tokens back from the row that answers "... the town of the employer of Nora ? Answer :": whose, what, and of two steps
+# the second what. A question of one step has the first two at the same places.
+WHOSE, WHAT, SECOND_WHAT = 3, 5, 8
+# Of a row's own size, each of the two.
 TOLD_STRENGTH = 0.5
 
 
@@ -41,6 +46,7 @@ class Weights:
     """Of the losses beside the answers'. `language` weighs the next token of every word."""
 
     previous: float = 0.3
+    moved: float = 0.5
     reading: float = 0.5
     subject: float = 0.2
     indexer: float = 0.1
@@ -75,18 +81,33 @@ class AuxiliaryHeads(nn.Module):
         """Layers whose streams the heads read."""
         return (*self.previous_layers, *self.subject_layers, *self.reading_layers)
 
-    def hint(self, targets: Tensor, bridges: Tensor, told: slice) -> Hint:
-        """What the sequences `told` are told behind the first reading layer where a second step follows.
+    def hint(self, tokens: Tensor, targets: Tensor, bridges: Tensor, told: slice) -> Hint:
+        """What rows of two steps of the sequences `told` are told before the second reading layer.
 
-        The direction by which the first reading head knows the word: what that layer should have added itself.
+        As that layer's previous-token heads know it: the word that was read instead of whose it is, and what is asked
+        of it instead of what was.
         """
-        asks = (bridges != IGNORE) & (bridges != targets)
+        rows = second_steps(targets, bridges)
         places = torch.arange(len(targets), device=targets.device)
-        asks &= ((places >= told.start) & (places < told.stop))[:, None]
-        known = self.reading[0].get_parameter("weight").detach().float()
-        direction = F.embedding(bridges.where(asks, 0), known)
-        unit = F.rms_norm(direction, direction.shape[-1:])
-        return Hint(layer=self.reading_layers[0], added=TOLD_STRENGTH * unit * asks[..., None])
+        rows &= ((places >= told.start) & (places < told.stop))[:, None]
+        added = torch.zeros((*tokens.shape, 1), device=tokens.device)
+        for back, now in ((WHOSE, bridges), (WHAT, shifted(tokens, SECOND_WHAT))):
+            head = cast("nn.ModuleList", self.previous[-1])[back - 1]
+            known = head.get_parameter("weight").detach().float()
+            before = shifted(tokens, back)
+            turn = F.embedding(now.where(rows, 0), known) - F.embedding(before.where(rows, 0), known)
+            added = added + TOLD_STRENGTH * F.rms_norm(turn, turn.shape[-1:])
+        return Hint(layer=self.previous_layers[-1], added=added * rows[..., None])
+
+
+def second_steps(targets: Tensor, bridges: Tensor) -> Tensor:
+    """Rows that must find a word for which another must be found first: bool [B, S]."""
+    return (bridges != IGNORE) & (bridges != targets)
+
+
+def shifted(tokens: Tensor, back: int) -> Tensor:
+    """The token so many places before each, IGNORE where there is none: [B, S]."""
+    return F.pad(tokens[:, :-back], (back, 0), value=IGNORE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +118,7 @@ class Losses:
         correct: share of answer tokens named right.
         subject_correct: of the last subject head.
         bridge_correct, reading_correct: of the two reading heads.
+        moved_correct: of what rows of two steps should look as if they asked for.
         told_correct: of answers whose first step the row was told.
         late_correct: of words found by sequences that see nothing in the first reading layer.
         kinds_right, kinds_asked: words that answers had to find, by kind of question, fp32 [kinds].
@@ -105,6 +127,7 @@ class Losses:
     total: Tensor
     answers: Tensor
     previous: Tensor
+    moved: Tensor
     subject: Tensor
     reading: Tensor
     indexer: Tensor
@@ -113,26 +136,59 @@ class Losses:
     subject_correct: Tensor
     bridge_correct: Tensor
     reading_correct: Tensor
+    moved_correct: Tensor
     told_correct: Tensor
     late_correct: Tensor
     kinds_right: Tensor
     kinds_asked: Tensor
 
 
-def previous_token_loss(streams: Mapping[int, Tensor], tokens: Tensor, heads: AuxiliaryHeads) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy of the tokens at t-1 .. t-LOOK_BACK over layers, and the smallest share of them named right
-    behind one."""
-    losses, right = [], []
+@dataclass(frozen=True, kw_only=True)
+class PreviousLoss:
+    """Of the heads that name tokens before.
+
+    Attributes:
+        named: mean cross entropy of the tokens at t-1 .. t-LOOK_BACK over layers.
+        named_correct: the smallest share of them named right behind one.
+        moved, moved_correct: of what rows of two steps should look as if they asked for, behind the last layer.
+    """
+
+    named: Tensor
+    named_correct: Tensor
+    moved: Tensor
+    moved_correct: Tensor
+
+
+def previous_token_loss(
+    streams: Mapping[int, Tensor], tokens: Tensor, heads: AuxiliaryHeads, bridges: Tensor, steps: Tensor, read: Tensor
+) -> PreviousLoss:
+    """What the heads say that name tokens before.
+
+    Args:
+        steps: rows of two steps, bool [B, S].
+        read: sequences that can have found the first of them, bool [B, 1].
+    """
+    moved = {WHOSE: bridges, WHAT: shifted(tokens, SECOND_WHAT)}
+    losses, right, moved_losses, moved_right = [], [], [], []
     for layer, own in zip(heads.previous_layers, heads.previous, strict=True):
         flat = _normed(streams[layer])
+        last = layer == heads.previous_layers[-1]
         shares = []
         for back, head in enumerate(cast("nn.ModuleList", own), start=1):
-            wanted = F.pad(tokens[:, :-back], (back, 0), value=IGNORE)
-            loss, correct = masked_loss(head(flat), wanted)
+            logits, wanted = head(flat), shifted(tokens, back)
+            if last and back in moved:
+                wanted = wanted.where(~steps, IGNORE)
+                loss, correct = masked_loss(logits, moved[back].where(steps & read, IGNORE))
+                moved_losses.append(loss)
+                moved_right.append(correct)
+            loss, correct = masked_loss(logits, wanted)
             losses.append(loss)
             shares.append(correct)
         right.append(torch.stack(shares).mean())
-    return torch.stack(losses).mean(), torch.stack(right).amin()
+    return PreviousLoss(
+        named=torch.stack(losses).mean(), named_correct=torch.stack(right).amin(),
+        moved=torch.stack(moved_losses).mean(), moved_correct=torch.stack(moved_right).amin(),
+    )  # fmt: skip
 
 
 def masked_loss(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,18 +233,18 @@ def losses_of(
     answers, _ = masked_loss(forward.logits, targets)
     right = (forward.logits.argmax(-1) == targets).float()
     correct = right[counted].sum() / (targets[counted] != IGNORE).sum().clamp(min=1)
-    second = (bridges[hinted] != IGNORE) & (bridges[hinted] != targets[hinted])
-    told_correct = (right[hinted] * second).sum() / second.sum().clamp(min=1)
+    steps = second_steps(targets, bridges)
+    told_correct = (right * steps)[hinted].sum() / steps[hinted].sum().clamp(min=1)
     found_late = kinds[:late] != IGNORE
     late_correct = (right[:late] * found_late).sum() / found_late.sum().clamp(min=1)
-    previous, previous_correct = previous_token_loss(forward.streams, tokens, heads)
+    places = torch.arange(len(tokens), device=tokens.device)[:, None]
+    early = (places >= late) & (places < len(tokens) - muted)
+    previous = previous_token_loss(forward.streams, tokens, heads, bridges, steps, early)
     named = [
         masked_loss(head(_normed(forward.streams[layer])), subjects)
         for layer, head in zip(heads.subject_layers, heads.subjects, strict=True)
     ]
     subject = torch.stack([loss for loss, _ in named]).mean()
-    places = torch.arange(len(tokens), device=tokens.device)[:, None]
-    early = (places >= late) & (places < len(tokens) - muted)
     wanted = (bridges.where(early, IGNORE), targets.where(kinds != IGNORE, IGNORE))
     read = [
         masked_loss(head(_normed(forward.streams[layer])), at)
@@ -199,7 +255,8 @@ def losses_of(
     following = F.cross_entropy(forward.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0)
     total = (
         answers
-        + weights.previous * previous
+        + weights.previous * previous.named
+        + weights.moved * previous.moved
         + weights.subject * subject
         + weights.reading * reading
         + weights.indexer * indexer
@@ -207,8 +264,9 @@ def losses_of(
     )
     asked = _asked(kinds[counted])
     return Losses(
-        total=total, answers=answers.detach(), previous=previous.detach(), subject=subject.detach(),
-        reading=reading.detach(), indexer=indexer.detach(), correct=correct, previous_correct=previous_correct,
+        total=total, answers=answers.detach(), previous=previous.named.detach(), moved=previous.moved.detach(),
+        subject=subject.detach(), reading=reading.detach(), indexer=indexer.detach(), correct=correct,
+        previous_correct=previous.named_correct, moved_correct=previous.moved_correct,
         subject_correct=named[-1][1], bridge_correct=read[0][1], reading_correct=read[1][1],
         told_correct=told_correct, late_correct=late_correct,
         kinds_right=(asked * right[counted].flatten()[:, None]).sum(0), kinds_asked=asked.sum(0),

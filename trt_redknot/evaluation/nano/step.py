@@ -40,9 +40,9 @@ class StageSteps:
         self._recipe, self._stage, self._network, self._heads = recipe, stage, network, heads
         self._optimizer, self._parameters, self._device = optimizer, list(named.values()), device
         self._captured, self._note = captured, note
-        self._dense = stage.sequences - round(stage.sequences * recipe.sparse)
-        self._late = min(int(stage.sequences * recipe.late), self._dense)
-        self._told = min(int(stage.sequences * recipe.told), self._dense - self._late)
+        late = recipe.late_first if stage.length == recipe.lengths[0] else recipe.late
+        self._late, self._told = int(stage.sequences * late), int(stage.sequences * recipe.told)
+        self._dense = max(stage.sequences - round(stage.sequences * recipe.sparse), self._late + self._told)
         self._muted = min(int(stage.sequences * recipe.mute), stage.sequences - self._dense)
         shape = (stage.sequences, stage.length)
         self._inputs = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in _INPUTS}
@@ -95,17 +95,17 @@ class StageSteps:
         self._graph = graph
 
     def _compute(self) -> torch.Tensor:
+        told = slice(self._late, self._late + self._told)
+        inputs = self._inputs
+        hint = self._heads.hint(inputs["tokens"], inputs["targets"], inputs["bridges"], told)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             forward = self._network(
                 self._inputs["tokens"], dense=self._dense, muted=self._muted, late=self._late, watched=self._watched,
-                keep=self._heads.layers,
-                hint=self._heads.hint(self._inputs["targets"], self._inputs["bridges"],
-                                      slice(self._late, self._late + self._told)),
+                keep=self._heads.layers, hint=hint,
             )  # fmt: skip
             losses = losses_of(
                 forward, self._heads, *(self._inputs[name] for name in _INPUTS), weights=self._recipe.weights,
-                silent=self._recipe.sizes.silent, muted=self._muted, late=self._late,
-                told=self._told,
+                silent=self._recipe.sizes.silent, muted=self._muted, late=self._late, told=self._told,
             )  # fmt: skip
         self._optimizer.zero_grad(set_to_none=True)
         losses.total.backward()

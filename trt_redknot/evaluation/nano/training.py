@@ -38,13 +38,15 @@ class Recipe:
         lengths: tokens of a sequence, by stage.
         first: share of the run at which the first stage ends at the latest: what it does not teach, later ones do not
             teach either. The later stages share what is left evenly.
-        advance: a stage ends earlier once this share of the words that answers must find is found.
+        advance: a stage ends earlier once this share of the words that answers must find is found, and the share
+            `late_advance` of them without the first reading layer: what needs two steps is not found there.
         tokens: of a batch.
         sparse, mute: shares of a batch that attend to the Indexer's choice only, and, among them, that see no CSA
             entries at all.
         late: share of a batch that sees no entries in the first CSA layer that has some: the next one must learn to
             find facts as well, for whose it should find may be known only after the first. These and those told are
             dense: an Indexer can only learn to choose what its attention already finds.
+        late_first: the same share in the first stage, which is the one that teaches a layer to read.
         told: share of a batch whose rows are told, behind the first reading layer, what the first of two steps finds.
         subject_layers: layers after which words should know their subject: behind the first layer with HCA entries,
             and behind one with CSA entries more.
@@ -62,6 +64,7 @@ class Recipe:
     lengths: tuple[int, ...] = (128, 512, 1024, 2048)
     first: float = 0.2
     advance: float = 0.95
+    late_advance: float = 0.85
     tokens: int = 32768
     rate: float = 1.5e-3
     floor: float = 0.05
@@ -71,6 +74,7 @@ class Recipe:
     sparse: float = 0.5
     mute: float = 0.0625
     late: float = 0.25
+    late_first: float = 0.625
     told: float = 0.125
     subject_layers: tuple[int, ...] = (3, 5)
     reading_layers: tuple[int, int] = (4, 6)
@@ -201,7 +205,9 @@ class Trainer:
             log({"step": self.progress.step, "length": stage.length, "rate": self._rate(), **means,
                  "step_ms": (now - started) / REPORT * 1e3})  # fmt: skip
             started, sums = now, None
-            if self._advance(means["found"]):
+            if self._advance(
+                means["found"] >= self.recipe.advance and means["late_correct"] >= self.recipe.late_advance
+            ):
                 return True
             if pause():
                 return False
@@ -213,12 +219,12 @@ class Trainer:
             captured=self._captured, note=self._note,
         )  # fmt: skip
 
-    def _advance(self, found: float) -> bool:
+    def _advance(self, learnt: bool) -> bool:
         """Move to the next stage where this one has nothing left to teach, or its time is over."""
         recipe, progress = self.recipe, self.progress
         if progress.stage + 1 >= len(recipe.lengths):
             return False
-        learnt = found >= recipe.advance and progress.stage_steps >= 5 * REPORT
+        learnt = learnt and progress.stage_steps >= 5 * REPORT
         begun = progress.stage_share
         end = recipe.first if progress.stage == 0 else begun + (1 - begun) / (len(recipe.lengths) - progress.stage)
         if not learnt and self.share < end:

@@ -48,6 +48,8 @@ Examples:
 @click.option("--minutes", type=FiniteRange(0, min_open=True), help="Training time over all resumptions.")
 @click.option("--pause-after", type=FiniteRange(0), help="Minutes after which this call saves its state and ends.")
 @click.option("--start", type=click.Path(path_type=Path), help="Checkpoint to begin with. Left out: random weights.")
+@click.option("--copy", "copied", type=click.IntRange(0), nargs=2, metavar="LAYER OTHER",
+              help="Begin with LAYER's attention in OTHER too, so that both read.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(1), help="Most steps. Left out: 4000, or with --minutes no limit.")
 @click.option("--tokens", type=click.IntRange(128), default=32768, show_default=True, help="Tokens of a batch.")
 @click.option("--lengths", default="128,512,1024,2048", show_default=True, help="Sequence lengths of the stages.")
@@ -66,9 +68,10 @@ Examples:
     "--score-prompts", type=click.IntRange(1), default=64, show_default=True, help="Prompts a kind and length."
 )
 def main(
-    output: Path, minutes: float | None, pause_after: float | None, start: Path | None, steps: int | None, tokens: int,
-    lengths: str, first: float, rate: float, seed: int, device: str, compiled: bool, no_capture: bool, workers: int,
-    read_early: bool, small: bool, score_lengths: str, score_prompts: int,
+    output: Path, minutes: float | None, pause_after: float | None, start: Path | None,
+    copied: tuple[int, int] | None, steps: int | None, tokens: int, lengths: str, first: float, rate: float, seed: int,
+    device: str, compiled: bool, no_capture: bool, workers: int, read_early: bool, small: bool, score_lengths: str,
+    score_prompts: int,
 ) -> None:  # fmt: skip
     """Train the nano network, or go on with the state in the output folder; score it; write its checkpoint."""
     import torch
@@ -88,8 +91,8 @@ def main(
         steps = _STEPS
     sizes = SMALL if small else NanoSizes()
     recipe = Recipe(
-        sizes=sizes, start=None if start is None else str(start), seed=seed, steps=steps, minutes=minutes,
-        lengths=stages, first=first, tokens=tokens, rate=rate,
+        sizes=sizes, start=None if start is None else str(start), copied=copied, seed=seed, steps=steps,
+        minutes=minutes, lengths=stages, first=first, tokens=tokens, rate=rate,
     )  # fmt: skip
     if read_early:
         recipe = replace(recipe, sizes=replace(sizes, silent=()), reading_layers=(2, 4))

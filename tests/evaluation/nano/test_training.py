@@ -128,6 +128,18 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
         earlier_runs(tmp_path / "first")
 
 
+def test_a_layer_begins_with_the_attention_of_another_of_its_kind() -> None:
+    trainer = Trainer(dataclasses.replace(BRIEF, sizes=SMALL, copied=(2, 4)), torch.device("cpu"))
+    source, target = (dict(trainer.model.model.layers[layer].named_parameters()) for layer in (2, 4))
+    for name, value in target.items():
+        same = torch.equal(value, source[name])
+        assert same or not name.startswith(("self_attn.", "attn_hc.", "input_layernorm.")), name
+    assert not torch.equal(target["mlp.experts.down_proj"], source["mlp.experts.down_proj"])
+    for wrong in ((2, 3), (2, 40)):
+        with pytest.raises(CheckpointError, match="two layers of one kind"):
+            Trainer(dataclasses.replace(BRIEF, sizes=SMALL, copied=wrong), torch.device("cpu"))
+
+
 def test_rows_are_told_the_first_of_two_steps_and_no_others() -> None:
     trainer = Trainer(RECIPE, torch.device("cpu"))
     shape = (4, 128)

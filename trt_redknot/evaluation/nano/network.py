@@ -165,6 +165,23 @@ def start_from(model: Any, directory: Path) -> None:
 
 
 @torch.no_grad()
+def copy_attention(model: Any, source: int, target: int) -> None:
+    """Let a layer read as another one of its kind does: its attention and what brings that its input.
+
+    Raises:
+        CheckpointError: the network lacks one of the layers, or they are of two kinds.
+    """
+    layers, kinds = model.model.layers, model.config.layer_types
+    if max(source, target) >= len(layers) or kinds[source] != kinds[target]:
+        raise CheckpointError(
+            "a layer's attention cannot be copied", expected="two layers of one kind",
+            found=f"{source} to {target} in {', '.join(kinds)}",
+        )  # fmt: skip
+    for part in ("self_attn", "attn_hc", "input_layernorm"):
+        getattr(layers[target], part).load_state_dict(getattr(layers[source], part).state_dict())
+
+
+@torch.no_grad()
 def round_to_checkpoint(model: Any) -> None:
     """Round every weight to what :func:`write_checkpoint` keeps of it, so that scores are those of the checkpoint."""
     for value in [*model.parameters(), *model.buffers()]:

@@ -16,7 +16,7 @@ import torch
 from trt_redknot.evaluation.nano.batches import Stage, curriculum
 from trt_redknot.evaluation.nano.feed import Feed, open_feed
 from trt_redknot.evaluation.nano.lean import LeanNetwork
-from trt_redknot.evaluation.nano.network import NanoSizes, make_model, start_from
+from trt_redknot.evaluation.nano.network import NanoSizes, copy_attention, make_model, start_from
 from trt_redknot.evaluation.nano.objective import AuxiliaryHeads, Weights
 from trt_redknot.evaluation.nano.state import Progress, load_state, save_state
 from trt_redknot.evaluation.nano.step import StageSteps, named_values
@@ -35,6 +35,8 @@ class Recipe:
 
     Attributes:
         start: folder of a checkpoint whose weights the run begins with; None: drawn from the seed.
+        copied: a layer and another one of its kind which begins with its attention: what took the first one hundreds
+            of steps on a plateau is then there from the start.
         lengths: tokens of a sequence, by stage.
         first: share of the run at which the first stage ends at the latest: what it does not teach, later ones do not
             teach either. The later stages share what is left evenly.
@@ -58,6 +60,7 @@ class Recipe:
 
     sizes: NanoSizes = field(default_factory=NanoSizes)
     start: str | None = None
+    copied: tuple[int, int] | None = None
     seed: int = 7
     steps: int | None = 4000
     minutes: float | None = None
@@ -112,6 +115,8 @@ class Trainer:
         model = make_model(recipe.sizes, recipe.seed)
         if recipe.start is not None:
             start_from(model, Path(recipe.start))
+        if recipe.copied is not None:
+            copy_attention(model, *recipe.copied)
         self.model = torch.nn.Module.to(model, device).train()
         config = self.model.config
         torch.manual_seed(recipe.seed + 1)

@@ -13,6 +13,7 @@ from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.config.released import released_geometry
 from trt_redknot.engine.decode import Decoder
+from trt_redknot.engine.pool import SequenceState
 from trt_redknot.engine.tiles import TileOptions
 from trt_redknot.evaluation.standin import StandInArtifact, StandInCollectives, make_rank
 from trt_redknot.evaluation.ttft import document_length, first_token, segment_table
@@ -20,16 +21,18 @@ from trt_redknot.evaluation.ttft import document_length, first_token, segment_ta
 # Tokens after the prompt: enough that steps of the common shapes are captured before the profiler looks.
 WARM_UP = 8
 STEPS = 8
-ROOM = WARM_UP + STEPS + 1
+# The timed steps come twice: as they are, and with the profiler on.
+ROOM = WARM_UP + 2 * STEPS + 1
 
 
 @click.command()
 @click.option("--length", type=click.IntRange(1024), default=65536, show_default=True)
 @click.option("--documents", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--chunk-rows", type=click.IntRange(1), help="Rows of a chunk; left out: what memory has room for.")
+@click.option("--decode-only", is_flag=True, help="Profile decoding alone, after a prefill that is not.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder for the tables.")
 @torch.inference_mode()
-def main(length: int, documents: int, chunk_rows: int | None, output: Path) -> None:
+def main(length: int, documents: int, chunk_rows: int | None, decode_only: bool, output: Path) -> None:
     """Profile both arms."""
     device = torch.device("cuda", 0)
     geometry = released_geometry("flash")
@@ -48,24 +51,43 @@ def main(length: int, documents: int, chunk_rows: int | None, output: Path) -> N
     for arm, policy in (("active", ReusePolicy(epilogue="active")), ("recompute", None)):
         segments = segment_table(length, documents, reuse=policy is not None)
         held = artifacts if policy is not None else {}
-        plain = [first_token(context, segments, held, policy).seconds for _ in range(3)][-1]
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-            found = first_token(context, segments, held, policy, room=ROOM)
-        title = f"{arm}: {_shares(plain, found.seconds, profiled)}; {_gaps(profiled)}"
-        write(output / f"{arm}.txt", title, profiled)
+        if not decode_only:
+            plain = [first_token(context, segments, held, policy).seconds for _ in range(3)][-1]
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+                seconds = first_token(context, segments, held, policy).seconds
+            title = f"{arm}: {_shares(plain, seconds, profiled)}; {_gaps(profiled)}"
+            write(output / f"{arm}.txt", title, profiled)
+        found = first_token(context, segments, held, policy, room=ROOM)
         decoder = Decoder(context, found.pool)
-        for token in range(WARM_UP):
-            decoder.step([found.state], [token])
-        torch.cuda.synchronize()
-        started = time.perf_counter()
+        _decode(decoder, found.state, WARM_UP)
+        taken, host = _decode(decoder, found.state, STEPS)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-            for token in range(STEPS):
-                decoder.step([found.state], [token])
-            torch.cuda.synchronize()
-        taken = (time.perf_counter() - started) / STEPS
-        title = f"{arm}: a decode step in {taken * 1e3:.2f} ms with the profiler on, {decoder.captured} graphs"
+            slowed, _ = _decode(decoder, found.state, STEPS)
+        title = (
+            f"{arm}: a decode step in {taken * 1e3:.2f} ms, {host * 1e3:.2f} ms of it on the host, "
+            f"{slowed * 1e3:.2f} ms with the profiler on; {_decode_shares(profiled)}, {decoder.captured} graphs; "
+            f"{_gaps(profiled)}"
+        )
         write(output / f"{arm}-decode.txt", title, profiled)
         del found, decoder
+
+
+def _decode(decoder: Decoder, state: SequenceState, steps: int) -> tuple[float, float]:
+    """Seconds of a step, and of its host side: the device is not waited for between steps."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for token in range(steps):
+        decoder.step([state], [token])
+    queued = time.perf_counter()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / steps, (queued - started) / steps
+
+
+def _decode_shares(profiled: profile) -> str:
+    """What a step gives the device to do."""
+    kernels = [event for event in profiled.key_averages() if event.device_type.name == "CUDA"]
+    device = sum(event.self_device_time_total for event in kernels) / STEPS
+    return f"{device / 1e3:.2f} ms of kernels and copies, {sum(event.count for event in kernels) / STEPS:.0f} of them"
 
 
 def _shares(plain: float, seconds: float, profiled: profile) -> str:

@@ -23,10 +23,23 @@ from trt_redknot.cli.numbers import FiniteRange
 from trt_redknot.launch import world_communicator
 
 
+class Layers(click.ParamType[int | str]):
+    """A number of layers, or 'fit'."""
+
+    name = "number|fit"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        return "fit" if value == "fit" else int(click.IntRange(7).convert(value, param, ctx))
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--geometry", type=click.Choice(["flash", "pro"]), default="flash")
 @click.option("--tp", type=click.IntRange(1), default=8, help="Alone: ranks of the group that this one belongs to.")
-@click.option("--layers", type=click.IntRange(7), help="Only so many layers (fences kept), where memory is short.")
+@click.option(
+    "--layers",
+    type=Layers(),
+    help="Only so many layers (fences kept), 7 or more; fit: as many as there is memory for.",
+)
 @click.option("--length", "lengths", type=click.IntRange(1024), multiple=True, default=(65536,))
 @click.option("--documents", type=click.IntRange(1), default=8)
 @click.option("--budget", "budgets", type=FiniteRange(0, 1), multiple=True, default=(0.10,))
@@ -41,7 +54,7 @@ from trt_redknot.launch import world_communicator
 )
 @click.option("--experts", type=click.Choice(["same", "fp8"]), default="same", help="How expert weights are held.")
 @click.option("--read-ahead", type=click.IntRange(0), default=3, help="Layers of the ring; 0 reads when a layer asks.")
-@click.option("--decode", type=click.IntRange(0), default=32, help="Tokens to decode at the longest length; 0: none.")
+@click.option("--decode", type=click.IntRange(0), default=32, help="Tokens to decode after each arm; 0: none.")
 @click.option("--check-runs", type=click.IntRange(0), default=12, help="Prompts of the check; 0: no check.")
 @click.option("--check-only", is_flag=True, help="Check the arms, and time nothing.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here.")

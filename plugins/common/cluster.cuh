@@ -18,6 +18,12 @@ __device__ __forceinline__ void synchronise() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// The same without the writes: every block has come here. Enough after barriers_ready(), and for blocks that have seen
+// all that is written to them.
+__device__ __forceinline__ void meet_all() {
+  asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
+}
+
 // kThreads threads meet at barrier `id` (1 to 15), of which some only say that they were there.
 template <int kThreads>
 __device__ __forceinline__ void arrive(int id) {
@@ -39,8 +45,10 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers known to copies and to the cluster; a barrier of the cluster must follow.
-__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Makes initialised barriers known to the cluster, which must meet after it, and to copies that this thread starts.
+__device__ __forceinline__ void barriers_ready() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // One arrival at the open phase, which then also waits for `bytes` to be written.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {

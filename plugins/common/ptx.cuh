@@ -13,6 +13,25 @@ __device__ __forceinline__ uint32_t shared_address(void const* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// 8 or 16 bytes that no kernel writes meanwhile, in the order of the program.
+__device__ __forceinline__ uint2 load_8(void const* global) {
+  uint2 words;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(global));
+  return words;
+}
+__device__ __forceinline__ void load_8_if(bool wanted, uint2& words, void const* global) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %3, 0;\n\t@p ld.global.nc.v2.u32 {%0, %1}, [%2];\n\t}"
+               : "+r"(words.x), "+r"(words.y)
+               : "l"(global), "r"(static_cast<int>(wanted)));
+}
+__device__ __forceinline__ uint4 load_16(void const* global) {
+  uint4 words;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(global));
+  return words;
+}
+
 __device__ __forceinline__ void copy_async_8(uint32_t shared, void const* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
 }
@@ -24,6 +43,14 @@ template <int kPending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+
+// The value; what follows from it is not worked out ahead of this place, nor held in registers from an earlier one.
+__device__ __forceinline__ int found_anew(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+// The line of 128 bytes around an address, to the L2 cache.
+__device__ __forceinline__ void prefetch(void const* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 // Barriers in shared memory that count arrivals; `parity` alternates from 0 with every completion.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
@@ -97,6 +124,26 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t shared, uint3
                "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
+__device__ __forceinline__ uint2 load_shared_8(uint32_t shared) {
+  uint2 words;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(shared) : "memory");
+  return words;
+}
+__device__ __forceinline__ void store_8(uint32_t shared, uint2 words) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(shared), "r"(words.x), "r"(words.y) : "memory");
+}
+__device__ __forceinline__ void store_16(uint32_t shared, uint4 words) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words.x), "r"(words.y), "r"(words.z),
+               "r"(words.w)
+               : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
 // d += a b with a [16, 16] row-major and b [16, 8] column-major fragments, fp32 sums.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                          uint32_t b1) {
@@ -104,6 +151,12 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// The same of half the depth: a [16, 8], b [8, 8].
+__device__ __forceinline__ void mma_bf16_short(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(b0));
 }
 
 __device__ __forceinline__ void mma_f16(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
@@ -154,6 +207,11 @@ __device__ __forceinline__ float2 unpack_bf16(uint32_t packed) {
 __device__ __forceinline__ uint32_t multiply_f16(uint32_t x, uint32_t y) {
   uint32_t z;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+__device__ __forceinline__ uint32_t multiply_bf16(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
 // 2^x; -inf gives 0.

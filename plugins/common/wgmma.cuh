@@ -18,6 +18,21 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
   return static_cast<uint64_t>((shared_address & 0x3ffff) >> 4) | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
          uint64_t{1} << 62;
 }
+// Keys as the right operand: 64 channels of a key are a row of 128 bytes, swizzled by 128 bytes, and the next 64
+// channels of all keys begin `stride` bytes further on.
+__device__ __forceinline__ uint64_t transposed_descriptor(uint32_t shared_address, int stride) {
+  return static_cast<uint64_t>((shared_address & 0x3ffff) >> 4) | static_cast<uint64_t>(stride >> 4) << 16 |
+         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+
+// The same, `bytes` further on.
+__device__ __forceinline__ uint64_t moved(uint64_t descriptor, int bytes) {
+  uint64_t result;
+  asm("mov.b64 %0, {%1, %2};"
+      : "=l"(result)
+      : "r"(static_cast<uint32_t>(descriptor) + (bytes >> 4)), "r"(static_cast<uint32_t>(descriptor >> 32)));
+  return result;
+}
 // Where 16-byte chunk `chunk` of row `row` lies in such a tile.
 __device__ __forceinline__ uint32_t swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
@@ -26,6 +41,12 @@ __device__ __forceinline__ void commit() { REDKNOT_WGMMA("wgmma.commit_group.syn
 template <int kPending>
 __device__ __forceinline__ void wait() {
   REDKNOT_WGMMA("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// After a wait: sums are read here at the earliest.
+template <int kTiles>
+__device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
+#pragma unroll
+  for (auto& sums : d) asm volatile("" : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])::"memory");
 }
 // Makes ordinary writes to shared memory visible to the matrix units; a barrier must follow.
 __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -140,6 +161,37 @@ REDKNOT_CODE_PRODUCT(16, REDKNOT_R8, REDKNOT_S8, "%8", "%9", "%10")
 REDKNOT_CODE_PRODUCT(32, REDKNOT_R16, REDKNOT_D16(0), "%16", "%17", "%18")
 REDKNOT_CODE_PRODUCT(64, REDKNOT_R32, REDKNOT_S32, "%32", "%33", "%34")
 
+#define REDKNOT_D64 REDKNOT_D16(0), REDKNOT_D16(4), REDKNOT_D16(8), REDKNOT_D16(12)
+#define REDKNOT_R64                                                                                                \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \
+  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// d += a b, bf16, fp32 sums; b by `transposed_descriptor`, a this thread's fragment, or by `descriptor` (K-major).
+__device__ __forceinline__ void sum_of_registers(float (&d)[16][4], uint32_t const (&a)[4], uint64_t b) {
+  REDKNOT_WGMMA("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REDKNOT_R64
+                "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;" : REDKNOT_D64 : "r"(a[0]),
+                "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void sum_of_shared(float (&d)[16][4], uint64_t a, uint64_t b) {
+  REDKNOT_WGMMA("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REDKNOT_R64
+                "}, %64, %65, 1, 1, 1, 0, 1;" : REDKNOT_D64 : "l"(a),
+                "l"(b));
+}
+
+// d = a b, [64, 16] with [64, 16], both by `descriptor`.
+__device__ __forceinline__ void first_scores(float (&d)[8][4], uint64_t a, uint64_t b) {
+#define REDKNOT_E4(i) "=f"(d[i][0]), "=f"(d[i][1]), "=f"(d[i][2]), "=f"(d[i][3])
+  REDKNOT_WGMMA(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, 0, 1, 1, 0, 0;" : REDKNOT_E4(0),
+      REDKNOT_E4(1), REDKNOT_E4(2), REDKNOT_E4(3), REDKNOT_E4(4), REDKNOT_E4(5), REDKNOT_E4(6), REDKNOT_E4(7) : "l"(a),
+      "l"(b));
+#undef REDKNOT_E4
+}
+
 #undef REDKNOT_CODE_PRODUCT
 #undef REDKNOT_PRODUCT
 #undef REDKNOT_D4
@@ -150,6 +202,8 @@ REDKNOT_CODE_PRODUCT(64, REDKNOT_R32, REDKNOT_S32, "%32", "%33", "%34")
 #undef REDKNOT_R32
 #undef REDKNOT_S8
 #undef REDKNOT_S32
+#undef REDKNOT_D64
+#undef REDKNOT_R64
 
 }  // namespace redknot::wgmma
 

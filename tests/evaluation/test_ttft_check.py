@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
@@ -66,6 +68,22 @@ def test_arms_that_only_round_otherwise_agree(folder: Path, routers: RouterKind)
     # And rows that have nothing to do with each other are far apart.
     assert all(1.0 < segment.unrelated.rms < 1.8 for segment in found.segments)
     assert found.to_json()["faults"] == []
+
+
+def test_a_network_is_gone_when_its_check_is_over(folder: Path) -> None:
+    """Without the garbage collector, which may come late: how many rows a chunk has follows from what memory is free."""
+    gc.collect()
+    gc.disable()
+    try:
+        rank = rank_of(folder, RouterKind.HASH, torch.float32)
+        weight = weakref.ref(rank.layers[0]["experts.down"])
+        with torch.inference_mode():
+            check_arms(rank, LENGTH, DOCUMENTS, runs=1, chunks=(LENGTH,))
+        assert weight() is not None
+        del rank
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_two_ranks_that_share_a_network_and_its_artifacts_agree(folder: Path) -> None:

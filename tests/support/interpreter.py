@@ -223,4 +223,6 @@ class _Replay:
         if isinstance(argument, AttentionTable | CompressTable):
             fields = {f.name: self._value(getattr(argument, f.name)) for f in dataclasses.fields(argument)}
             return type(argument)(**fields)
+        if isinstance(argument, list | tuple):
+            return [self._value(each) for each in argument]
         return argument

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from trt_redknot.collectives import Collectives
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.profile import SplitProfile
+from trt_redknot.engine.bundles import BundleCache
 from trt_redknot.engine.executor import StageExecutor
 from trt_redknot.engine.tiles import Tiles
 from trt_redknot.engine.walk import LayerWalk
@@ -21,6 +22,7 @@ class RankContext:
 
     Attributes:
         packed_cache: pools hold packed FP8 rows.
+        bundles: what earlier requests worked out for the same documents.
     """
 
     geometry: ModelGeometry
@@ -35,3 +37,4 @@ class RankContext:
     device: torch.device
     tiles: Tiles
     packed_cache: bool = False
+    bundles: BundleCache = field(default_factory=BundleCache)

@@ -15,21 +15,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trt_redknot.collectives import Collectives
+from trt_redknot.collectives.replicated import ReplicatedRows
 from trt_redknot.config.geometry import AttentionKind
 from trt_redknot.engine.context import RankContext
-from trt_redknot.engine.executor import OpsExecutor
+from trt_redknot.engine.executor import OpsExecutor, StageExecutor
 from trt_redknot.engine.graphs import CapturedStep, capture
-from trt_redknot.engine.head import ChosenRows, chosen_logits
+from trt_redknot.engine.head import ChosenRows, logits
 from trt_redknot.engine.pool import CachePool, SequenceState, tail_rows
 from trt_redknot.engine.rowset import RowSet
 from trt_redknot.engine.step import Observation, StepArrays, make_step, no_restore
 from trt_redknot.engine.steps import drain
 from trt_redknot.engine.tables import ExtraRow, RatioArrays, kinds_by_ratio
 from trt_redknot.engine.uploads import ArrayBatch
+from trt_redknot.engine.walk import LayerWalk
 from trt_redknot.errors import EngineError
 
 # Shapes differ by how many sequences there are and which of them finish a window: few of them come back.
 _MOST_GRAPHS = 16
+# So many rows are on every rank: what spreading them would save is less than what gathering them would take.
+_REPLICATED_ROWS = 16
 
 _Key = tuple[object, ...]
 
@@ -47,6 +52,8 @@ class Decoder:
     def __init__(self, context: RankContext, pool: CachePool, *, graphs: bool = True) -> None:
         self._context = context
         self._pool = pool
+        self._spread = _Layers(walk=context.walk, stages=context.stages, ranks=context.collectives)
+        self._replicated = _replicated(self._spread)
         self._seen: OrderedDict[_Key, CapturedStep | None] = OrderedDict()
         self._tables: tuple[int, ...] = ()
         self._warm = False
@@ -66,7 +73,7 @@ class Decoder:
         if self.eager_because is not None:
             return self._run(numbers, numbers.batch.upload(self._context.device))
         self._drop_stale()
-        key = (numbers.batch.layout, numbers.chosen.counts)
+        key = (numbers.batch.layout, numbers.chosen.counts, *(arrays.tail_whole for arrays in numbers.tables.values()))
         captured = self._seen.get(key)
         if captured is None and (key in self._seen or (self._warm and self._lasting(states))):
             captured = self._capture(key, numbers)
@@ -106,14 +113,15 @@ class Decoder:
             self._tables = stages.addresses
 
     def _numbers(self, states: Sequence[SequenceState], tokens: Sequence[int]) -> _StepNumbers:
-        context, geometry = self._context, self._context.geometry
+        geometry = self._context.geometry
+        layers = self._replicated if len(states) <= _REPLICATED_ROWS else self._spread
         rows = RowSet(
             sequences=np.arange(len(states), dtype=np.int64),
             positions=np.array([state.length - 1 for state in states], dtype=np.int64),
             full_rows=len(states),
-            rank=context.collectives.rank,
-            size=context.collectives.size,
-            chunk_rows=context.chunk_rows,
+            rank=layers.ranks.rank,
+            size=layers.ranks.size,
+            chunk_rows=self._context.chunk_rows,
         )
         extras: dict[int, list[ExtraRow]] = {}
         kept: dict[int, NDArray[np.int64]] = {}
@@ -121,36 +129,57 @@ class Decoder:
             if kind is not AttentionKind.SLIDING:
                 extras[ratio], kept[ratio] = _kept_rows(states, tail_rows(kind, ratio))
         ids = np.asarray(tokens, dtype=np.int64)
-        step = make_step(geometry, states, rows, ids, extras, extras_kept=True)
+        step = make_step(geometry, states, rows, extras, extras_kept=True)
         tables = {ratio: arrays() for ratio, arrays in step.by_ratio.items()}
         chosen = ChosenRows.of(rows, range(len(states)))
-        own = [ids[rows.own_rows], chosen.own, chosen.order]
+        own = [ids[rows.own_rows], ids, chosen.own, chosen.order]
         of_tables = [array for arrays in tables.values() for array in arrays.arrays()]
         return _StepNumbers(
-            step=step, tables=tables, chosen=chosen, kept=tuple(kept),
+            layers=layers, step=step, tables=tables, chosen=chosen, kept=tuple(kept),
             batch=ArrayBatch([*own, *kept.values(), *step.base(), *of_tables]),
         )  # fmt: skip
 
     def _run(self, numbers: _StepNumbers, there: Sequence[torch.Tensor]) -> torch.Tensor:
         """A step over tensors of the batch's layout."""
         context, pool, geometry = self._context, self._pool, self._context.geometry
+        layers = numbers.layers
         tensors = iter(there)
-        own_ids, own, order = (next(tensors) for _ in range(3))
+        own_ids, ids, own, order = (next(tensors) for _ in range(4))
         sources = {ratio: next(tensors) for ratio in numbers.kept}
         base = list(islice(tensors, len(numbers.step.base())))
         tables = {
             ratio: (arrays, list(islice(tensors, len(arrays.arrays())))) for ratio, arrays in numbers.tables.items()
         }
         step = numbers.step.step(
+            ids,
             base,
             tables.__getitem__,
             extra_raw=lambda layer: [tail[sources[geometry.ratio(layer)]] for tail in pool.tails[layer]],
             restore=no_restore(context.local_width, context.dtype, context.device),
         )
-        streams = context.stages.embed(own_ids)
+        streams = layers.stages.embed(own_ids)
         for layer in range(geometry.layers):
-            streams = drain(context.walk.run(layer, step, pool, streams, tau=1.0, observe=Observation()))
-        return chosen_logits(context.stages, context.collectives, geometry, streams, own, numbers.chosen.counts, order)
+            streams = drain(layers.walk.run(layer, step, pool, streams, tau=1.0, observe=Observation()))
+        gathered = layers.ranks.all_gather(streams[own], numbers.chosen.counts)
+        return logits(layers.stages, context.collectives, geometry, gathered[order])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layers:
+    """Who walks the layers, and the ranks that rows are spread over."""
+
+    walk: LayerWalk
+    stages: StageExecutor
+    ranks: Collectives
+
+
+def _replicated(layers: _Layers) -> _Layers:
+    """The same where all ranks hold all rows. Plans have their ranks built in: they stay as they are."""
+    if layers.ranks.size == 1 or not isinstance(layers.stages, OpsExecutor):
+        return layers
+    ranks = ReplicatedRows(layers.ranks)
+    stages = layers.stages.over(ranks)
+    return _Layers(walk=layers.walk.over(stages, stages.ops), stages=stages, ranks=ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +187,12 @@ class _StepNumbers:
     """One step on the host.
 
     Attributes:
+        layers: who runs it.
         tables, kept: by ratio; ratios that keep raw rows.
-        batch: tokens of own rows, chosen rows, kept raw rows, what layers share, tables.
+        batch: tokens of own rows and of all, chosen rows, kept raw rows, what layers share, tables.
     """
 
+    layers: _Layers
     step: StepArrays
     tables: Mapping[int, RatioArrays]
     chosen: ChosenRows

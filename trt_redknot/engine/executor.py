@@ -6,10 +6,11 @@ The walk, the prefill and decoding know nothing else of a backend. Rows that no 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
+from trt_redknot.collectives import Collectives
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry
 from trt_redknot.model import layers as model
 from trt_redknot.model.layers import Projected, Weights
@@ -107,8 +108,17 @@ class TorchOps(Ops, Protocol):
 
     capturable: bool
 
-    def prepared(self, weights: Weights) -> Weights:
-        """A layer's tensors as these ops read them fastest, made once; the same numbers under the same names."""
+    def prepared(self, weights: Weights, *, together: Sequence[str] = ()) -> Weights:
+        """A layer's tensors as these ops read them fastest, made once; the same numbers under the same names.
+
+        Args:
+            together: names of weights that the same rows go through (`linears`), in that order; not every layer has
+                all of them.
+        """
+        ...
+
+    def over(self, collectives: Collectives) -> Self:
+        """The same ops between other ranks, over what these prepared."""
         ...
 
     def check(self) -> None:
@@ -134,7 +144,7 @@ class OpsExecutor:
         ops: TorchOps,
     ) -> None:
         self._geometry = geometry
-        self._layers = [ops.prepared(layer) for layer in layers]
+        self._layers = [ops.prepared(layer, together=model.PROJECTIONS[AttentionKind.CSA]) for layer in layers]
         self._shared = shared
         self._ropes = ropes
         self._ops = ops
@@ -143,6 +153,15 @@ class OpsExecutor:
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold the stages."""
         return self._ops.capturable
+
+    @property
+    def ops(self) -> TorchOps:
+        """What computes and moves rows."""
+        return self._ops
+
+    def over(self, collectives: Collectives) -> OpsExecutor:
+        """The same stages between other ranks."""
+        return OpsExecutor(self._geometry, self._layers, self._shared, self._ropes, self._ops.over(collectives))
 
     @property
     def addresses(self) -> tuple[int, ...]:

@@ -55,20 +55,14 @@ def logits_of(
     """fp32 logits [len(chosen), V] of rows of the row set, the same on every rank. Collective."""
     asked = ChosenRows.of(rows, chosen)
     own, order = ArrayBatch([asked.own, asked.order]).upload(streams.device)
-    return chosen_logits(stages, collectives, geometry, streams, own, asked.counts, order)
+    gathered = collectives.all_gather(streams[own], asked.counts)
+    return logits(stages, collectives, geometry, gathered[order])
 
 
-def chosen_logits(
-    stages: StageExecutor,
-    collectives: Collectives,
-    geometry: ModelGeometry,
-    streams: torch.Tensor,
-    own: torch.Tensor,
-    counts: Sequence[int],
-    order: torch.Tensor,
+def logits(
+    stages: StageExecutor, collectives: Collectives, geometry: ModelGeometry, streams: torch.Tensor
 ) -> torch.Tensor:
-    """`logits_of` for :class:`ChosenRows` that are on the device already. Collective."""
-    gathered = collectives.all_gather(streams[own], counts)
-    share = stages.head(gathered[order])
+    """fp32 [n, V] of streams [n, S, M] that all ranks have. Collective."""
+    share = stages.head(streams)
     columns = [len(part) for part in even_split(geometry.vocab, collectives.size)]
     return collectives.all_gather(share.float().T.contiguous(), columns).T.contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,15 +12,15 @@ from numpy.typing import NDArray
 
 from trt_redknot.config.geometry import AttentionKind
 from trt_redknot.config.policy import ReusePolicy
+from trt_redknot.engine.bundles import Bundle, BundleKey, RowGeometry
 from trt_redknot.engine.context import RankContext
 from trt_redknot.engine.documents import Boundary, Documents, Restoration
 from trt_redknot.engine.pool import CachePool, SequenceState
 from trt_redknot.engine.rowset import RowSet, redistribute
 from trt_redknot.engine.step import LayerRows, Observation, Step, make_step, no_extra_raw, no_restore
 from trt_redknot.engine.steps import Steps
-from trt_redknot.engine.tables import RatioArrays
-from trt_redknot.engine.uploads import ArrayBatch, fetch, upload
-from trt_redknot.request.controller import candidates, has_candidates, protect, select_windows
+from trt_redknot.engine.uploads import fetch, upload
+from trt_redknot.request.controller import Candidates, candidates, has_candidates, protect, select_windows
 from trt_redknot.request.rows import RowPlan
 from trt_redknot.request.segments import Protection, RowClass, Segment, SegmentKind
 
@@ -74,13 +75,17 @@ class Prefill:
         self._has_csa = AttentionKind.CSA in geometry.attention_kinds
         self._window = geometry.csa_ratio
         self._planned: dict[int, _Planned] = {}
+        self._bundle: Bundle | None = None
 
     def run(self) -> Steps[Prefilled]:
         """All phases in order, in steps. Collective."""
-        profile, segments = self._context.profile, self._state.segments
-        flags = protect(segments, self._policy, self._window)
-        everywhere = _positions_outside_idle_prefix(segments, flags)
-        leading = self._row_set(everywhere, len(everywhere))
+        profile, context, segments = self._context.profile, self._context, self._state.segments
+        key = BundleKey.of(
+            self._state, self._policy, chunk_rows=context.chunk_rows, rank=context.collectives.rank,
+            size=context.collectives.size,
+        )  # fmt: skip
+        self._bundle = bundle = context.bundles.find(key, self._make_bundle)
+        flags, leading = bundle.flags, bundle.rows
         own_tokens = upload(self._tokens[leading.positions[leading.own_rows]], self._context.device)
         streams = self._context.stages.embed(own_tokens)
         choice = has_candidates(segments, flags)
@@ -89,7 +94,7 @@ class Prefill:
             self._observe.salience_layers = scored
             self._observe.salience_rows = (flags[leading.positions] & int(Protection.QUERY)) != 0
         streams = yield from self._layers(range(profile.leading_fence), leading, streams, only_prefix=True)
-        plan = self._select(flags, choice=choice, live_scores=bool(scored))
+        plan = self._select(flags, bundle.windows, choice=choice, live_scores=bool(scored))
 
         live = self._live_rows(plan)
         if live.full_rows == leading.full_rows and np.array_equal(live.positions, leading.positions):
@@ -126,9 +131,26 @@ class Prefill:
             chunk_rows=self._context.chunk_rows,
         )
 
-    def _select(self, flags: NDArray[np.uint8], *, choice: bool, live_scores: bool) -> RowPlan:
+    def _make_bundle(self) -> Bundle:
+        """All that follows from the request's documents and policy alone."""
+        segments = self._state.segments
+        flags = protect(segments, self._policy, self._window)
+        everywhere = _positions_outside_idle_prefix(segments, flags)
+        rows = self._row_set(everywhere, len(everywhere))
+        geometry = self._geometry(rows, self._documents.boundary(rows))
+        return Bundle(
+            flags=flags, rows=rows, windows=candidates(segments, flags, self._window), geometry=geometry
+        )  # fmt: skip
+
+    def _geometry(self, rows: RowSet, boundary: Boundary) -> RowGeometry:
+        context = self._context
+        extras = {context.geometry.csa_ratio: boundary.extras}
+        # As it is now: the request's own grows with its answer, and tables may be asked for by a later request.
+        state = dataclasses.replace(self._state, segments=list(self._state.segments))
+        return RowGeometry(make_step(context.geometry, [state], rows, extras), context.device)
+
+    def _select(self, flags: NDArray[np.uint8], windows: Candidates, *, choice: bool, live_scores: bool) -> RowPlan:
         policy, geometry, segments = self._policy, self._context.geometry, self._state.segments
-        windows = candidates(segments, flags, self._window)
         order = np.arange(len(windows.starts), dtype=np.int64)
         if live_scores:
             assert self._observe.salience is not None
@@ -209,19 +231,13 @@ class Prefill:
         boundary = documents.boundary(rows)
         restoration = documents.restoration(rows.positions[rows.full_rows :])
         idle = rows.rows < self._state.length
-        arrays = make_step(
-            context.geometry, [self._state], rows, self._tokens[rows.positions],
-            {context.geometry.csa_ratio: boundary.extras},
-        )  # fmt: skip
-
-        def bring(ratio: int) -> tuple[RatioArrays, list[torch.Tensor]]:
-            """When a layer asks: the device is busy with the layers before it."""
-            found = arrays.by_ratio[ratio]()
-            return found, ArrayBatch(found.arrays()).upload(context.device)
-
-        step = arrays.step(
-            ArrayBatch(arrays.base()).upload(context.device),
-            bring,
+        bundle = self._bundle
+        assert bundle is not None
+        geometry = bundle.geometry if rows is bundle.rows else self._geometry(rows, boundary)
+        step = geometry.arrays.step(
+            upload(self._tokens[rows.positions], context.device),
+            geometry.base,
+            geometry.of_ratio,
             extra_raw=(lambda layer: documents.boundary_raw(layer, boundary)) if idle else no_extra_raw(pool),
             restore=(
                 no_restore(context.local_width, context.dtype, context.device)

@@ -77,6 +77,8 @@ class Producer:
     def close(self) -> None:
         """Give the pool rows back."""
         self._pool.close(self._state)
+        # It holds this object, which holds the pool and the rank's weights: both go when the caller lets go.
+        self._observe = Observation()
 
     def _writes(self, group: int) -> bool:
         return group % self._context.collectives.size == self._context.collectives.rank

@@ -96,14 +96,13 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class StepArrays:
-    """The numbers of a :class:`Step`, on the host.
+    """The numbers of a :class:`Step` but its tokens, on the host. They follow from where rows and segments lie.
 
     Attributes:
         by_ratio: those of the tables for a compression ratio.
     """
 
     rows: RowSet
-    tokens: NDArray[np.int64]
     frames: NDArray[np.int64]
     pool_rows: NDArray[np.int64]
     row_segments: NDArray[np.int64]
@@ -111,10 +110,11 @@ class StepArrays:
 
     def base(self) -> list[NDArray[np.int64]]:
         """What layers of all ratios share."""
-        return [self.tokens, self.frames, self.pool_rows, self.rows.positions, self.row_segments]
+        return [self.frames, self.pool_rows, self.rows.positions, self.row_segments]
 
     def step(
         self,
+        tokens: torch.Tensor,
         base: Sequence[torch.Tensor],
         bring: Callable[[int], tuple[RatioArrays, Sequence[torch.Tensor]]],
         *,
@@ -124,10 +124,11 @@ class StepArrays:
         """The step over tensors of the same numbers.
 
         Args:
+            tokens: int64 [R], ids of the rows.
             base: of `base`.
             bring: the arrays of a ratio, and tensors of the same numbers, when a layer first asks.
         """
-        tokens, frames, pool_rows, positions, row_segments = base
+        frames, pool_rows, positions, row_segments = base
 
         def tables(ratio: int) -> RatioTables:
             arrays, there = bring(ratio)
@@ -143,7 +144,6 @@ def make_step(
     geometry: ModelGeometry,
     states: Sequence[SequenceState],
     rows: RowSet,
-    tokens: NDArray[np.int64],
     extras: Mapping[int, Sequence[ExtraRow]],
     *,
     extras_kept: bool = False,
@@ -151,7 +151,6 @@ def make_step(
     """What a step is made of, on the host.
 
     Args:
-        tokens: int64 [R], ids of the rows.
         extras: by ratio, the raw rows that do not run in the step.
         extras_kept: they are in the pool's tails already.
     """
@@ -168,8 +167,7 @@ def make_step(
         for ratio, kind in kinds_by_ratio(geometry).items()
     }
     return StepArrays(
-        rows=rows, tokens=tokens, frames=frames, pool_rows=pool_rows, row_segments=row_segments_of(states, rows),
-        by_ratio=by_ratio,
+        rows=rows, frames=frames, pool_rows=pool_rows, row_segments=row_segments_of(states, rows), by_ratio=by_ratio,
     )  # fmt: skip
 
 

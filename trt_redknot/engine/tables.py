@@ -41,6 +41,7 @@ class RatioTables:
         extras_kept: the extra raw rows are in the pool's tails already; only rows of the step are to be kept.
         tail_targets, tail_sources: int64: raw rows to keep for decoding, as rows of the pool's tails and of the raw
             rows, or (with `extras_kept`) of the step's rows.
+        tail_whole: the sources are all of the step's rows in their order.
     """
 
     attention: AttentionTable
@@ -49,6 +50,7 @@ class RatioTables:
     extras_kept: bool
     tail_targets: torch.Tensor
     tail_sources: torch.Tensor
+    tail_whole: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,11 @@ class RatioArrays:
     frames: NDArray[np.int64] | None
     tail_targets: NDArray[np.int64]
     tail_sources: NDArray[np.int64]
+
+    @property
+    def tail_whole(self) -> bool:
+        """Whether all of the step's rows are kept, in their order."""
+        return self.extras_kept and np.array_equal(self.tail_sources, np.arange(len(self.visible)))
 
     def arrays(self) -> list[NDArray[np.int64]]:
         """All of them, in the order that `tables` takes them in."""
@@ -92,6 +99,7 @@ class RatioArrays:
             extras_kept=self.extras_kept,
             tail_targets=targets,
             tail_sources=sources,
+            tail_whole=self.tail_whole,
         )
 
 

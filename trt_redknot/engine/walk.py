@@ -46,6 +46,10 @@ class LayerWalk:
         self._ops = ops
         self._first_expert = first_expert
 
+    def over(self, stages: StageExecutor, ops: Ops) -> LayerWalk:
+        """The same layers by other stages and ops."""
+        return LayerWalk(self._geometry, stages, ops, first_expert=self._first_expert)
+
     def run(
         self, layer: int, step: Step, pool: CachePool, streams: torch.Tensor, *, tau: float, observe: Observation
     ) -> Steps[torch.Tensor]:
@@ -113,7 +117,7 @@ class LayerWalk:
         # Where the extra rows are kept already, the step's own are looked at alone.
         kept = [_joined(rows) for rows in raw] if tables.extras_kept else joined
         for tail, rows in zip(pool.tails[layer], kept, strict=True):
-            self._ops.write_rows(tail, tables.tail_targets, rows[tables.tail_sources])
+            self._ops.write_rows(tail, tables.tail_targets, rows if tables.tail_whole else rows[tables.tail_sources])
 
     def _attend(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import shutil
 import subprocess
@@ -65,6 +66,8 @@ class Gpu:
         return measure_ceilings(self.device)
 
     def begin(self) -> None:
+        # What only refers to itself is in memory still.
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self._given_back = self._retries()

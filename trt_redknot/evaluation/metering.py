@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
+from trt_redknot.collectives import Collectives
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.ops.experts import QuantisedExperts
 from trt_redknot.ops.tables import AttentionTable
@@ -120,9 +121,13 @@ class MeteredOps:
     clock: Clock
     calls: list[_Call] = field(default_factory=list)
 
-    def prepared(self, weights: Any) -> Any:
+    def prepared(self, weights: Any, *, together: Sequence[str] = ()) -> Any:
         """No op of a pass: passed on, and not measured."""
-        return self.ops.prepared(weights)
+        return self.ops.prepared(weights, together=together)
+
+    def over(self, collectives: Collectives) -> MeteredOps:
+        """The same ops between other ranks; what they cost is added to what these do."""
+        return replace(self, ops=self.ops.over(collectives))
 
     def check(self) -> None:
         """No op of a pass: passed on, and not measured."""
@@ -163,10 +168,11 @@ class MeteredOps:
 
 
 def share_of_roofline(lines: Iterable[StageLine]) -> float:
-    """Sum of floors over sum of times."""
+    """Sum of floors over sum of times. An op that is faster than its floor, because its bytes come from a cache, counts
+    as one that reaches it: it makes up for no other."""
     lines = list(lines)
     seconds = sum(line.seconds for line in lines)
-    return sum(line.floor_s for line in lines) / seconds if seconds else 0.0
+    return sum(min(line.floor_s, line.seconds) for line in lines) / seconds if seconds else 0.0
 
 
 def measure_ceilings(device: torch.device, *, repeat: int = 20) -> Ceilings:
@@ -240,13 +246,19 @@ def _linear(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Work
     return Work(bytes=_bytes(x, weight, result), bf16=2 * result.numel() * weight.shape[-1])
 
 
+def _linears(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Work:
+    x, weights = args
+    return Work(bytes=_bytes(x, weights, result), bf16=2 * x.numel() * sum(weight.shape[0] for weight in weights))
+
+
 def _gather(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Work:
     """Between ranks: what this rank writes. The links have a ceiling of their own, which is not in the table."""
     return Work(bytes=2 * _bytes(result))
 
 
 def _reduce(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Work:
-    return Work(bytes=_bytes(args[0], result))
+    """Between ranks, as above."""
+    return Work(bytes=2 * _bytes(result))
 
 
 def _attention(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Work:
@@ -322,6 +334,7 @@ def _streams(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Wor
 _WORK: dict[str, _Count] = {
     "embed": _embed,
     "linear": _linear,
+    "linears": _linears,
     "grouped_linear": _linear,
     "split_heads": _view,
     "first_rows": _view,

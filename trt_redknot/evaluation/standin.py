@@ -30,7 +30,7 @@ from trt_redknot.engine.tiles import TileOptions, Tiles
 from trt_redknot.engine.walk import LayerWalk
 from trt_redknot.engine.weights import quantised, with_experts
 from trt_redknot.evaluation.metering import Clock, MeteredOps
-from trt_redknot.model.layers import Weights
+from trt_redknot.model.layers import PROJECTIONS, Weights
 from trt_redknot.model.weights import split_heads
 from trt_redknot.observability.events import Tier
 from trt_redknot.ops.cuda.backend import CudaOps
@@ -240,7 +240,7 @@ def make_rank(
     ropes = RopeTables(geometry, dtype, device)
     ropes.grow(length)
     ops = CudaOps(collectives, geometry) if device.type == "cuda" else ReferenceOps(collectives)
-    layers = [ops.prepared(layer) for layer in layers]
+    layers = [ops.prepared(layer, together=PROJECTIONS[AttentionKind.CSA]) for layer in layers]
     if chunk_rows is None:
         chosen = choose_chunk_rows(
             geometry, profile, tp_size=size, length=length, free_bytes=free_memory(device), least=_LEAST_CHUNK,

@@ -1,5 +1,4 @@
-"""Time to first token of both arms on a rank that has its artifacts in memory, and what stands beside it: what making
-the artifacts costs, and how fast tokens follow."""
+"""Time to first token of both arms on a rank that has its artifacts in memory, and what making the artifacts costs."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ from trt_redknot.artifacts.layout import file_of
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.engine.context import RankContext
-from trt_redknot.engine.decode import Decoder
 from trt_redknot.engine.documents import Documents
 from trt_redknot.engine.head import logits_of
 from trt_redknot.engine.pool import CachePool, PoolRows, SequenceState
@@ -139,7 +137,7 @@ def first_token(
     try:
         tokens = prompt(geometry, length, seed)
         context.collectives.barrier()
-        _finish(context.device)
+        finish(context.device)
         started = time.perf_counter()
         observe = Observation(fanout_layers=context.profile.reusable)
         prefilled = drain(Prefill(context, pool, state, tokens, documents, policy, observe).run())
@@ -197,50 +195,6 @@ def time_arms(
     return times
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decoded:
-    """Tokens after a prefill.
-
-    Attributes:
-        graphs: CUDA graphs that were captured before the clock started.
-        eager_because: why no step was captured; None where steps were.
-    """
-
-    tokens_per_s: float
-    graphs: int
-    eager_because: str | None
-
-
-def decode_rate(
-    context: RankContext,
-    segments: Sequence[Segment],
-    artifacts: Mapping[int, ArtifactReader],
-    policy: ReusePolicy | None,
-    *,
-    tokens: int,
-) -> Decoded:
-    """Tokens a second of one request after its prefill. Collective."""
-    # One step as it is, and then every kind of step that comes often once: there it is captured.
-    warm_up = context.geometry.csa_ratio + 2
-    found = first_token(context, segments, artifacts, policy, room=tokens + warm_up + 1)
-    decoder = Decoder(context, found.pool)
-    last = int(found.logits.argmax())
-
-    def run(count: int) -> None:
-        nonlocal last
-        for _ in range(count):
-            last = int(decoder.step([found.state], [last])[0].argmax())
-
-    run(warm_up)
-    _finish(context.device)
-    graphs = decoder.captured
-    started = time.perf_counter()
-    run(tokens)
-    _finish(context.device)
-    rate = tokens / (time.perf_counter() - started)
-    return Decoded(tokens_per_s=rate, graphs=graphs, eager_because=decoder.eager_because)
-
-
 class _Unwritten:
     """Takes an artifact's tensors as the store does, up to the encoded tensors of a whole file in host memory, and
     writes none of them."""
@@ -282,16 +236,17 @@ def _build(context: RankContext, tokens: int, form: ArtifactFormat, seed: int) -
     pool = CachePool(geometry, Producer.size(geometry, tokens), dtype=context.dtype, device=context.device)
     ids = np.random.default_rng(seed).integers(0, geometry.vocab, tokens)
     context.collectives.barrier()
-    _finish(context.device)
+    finish(context.device)
     started = time.perf_counter()
     producer = Producer(context, cast("ArtifactBuild", target), ids, pool)
     drain(producer.run())
-    _finish(context.device)
+    finish(context.device)
     seconds = time.perf_counter() - started
     producer.close()
     return seconds, target.bytes
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait until the device has done all that was queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -17,24 +17,24 @@ from trt_redknot.collectives.device import connect
 from trt_redknot.config.geometry import ModelGeometry, RouterKind
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.config.released import released_geometry
+from trt_redknot.engine.chunking import free_memory
 from trt_redknot.engine.loading import find_device
 from trt_redknot.engine.manifest import ExpertStorage
 from trt_redknot.engine.tiles import TileOptions
 from trt_redknot.errors import EngineError
+from trt_redknot.evaluation.fitting import first_layers, layers_that_fit
 from trt_redknot.evaluation.machine import Gpu, Machine
 from trt_redknot.evaluation.metering import Ceilings
 from trt_redknot.evaluation.standin import StandInArtifact, StandInCollectives, StandInRank, make_rank
 from trt_redknot.evaluation.ttft import document_length
 from trt_redknot.evaluation.ttft_check import Agreement, check_arms, checked_geometry
+from trt_redknot.evaluation.ttft_decode import decode_room
 from trt_redknot.evaluation.ttft_report import print_check, print_run, render_page
 from trt_redknot.evaluation.ttft_run import measure_length
 from trt_redknot.reports.page import write_page
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
-
-# Tokens that decoding warms up with, besides those that are timed.
-_DECODE_ROOM = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +63,17 @@ class BenchOptions:
 
     Attributes:
         tp: ranks of the group that a lone rank belongs to; real ranks count themselves.
-        layers: only so many layers (fences kept); None: all.
+        layers: only so many layers (fences kept), or as many as fit the GPU's memory; None: all.
         lengths: tokens of the requests; none: only the check.
         chunk_rows: rows of a chunk, at most; None: what memory has room for.
         place: where artifacts lie; `read_ahead` layers are copied ahead where that is host memory.
-        decode: tokens to decode at the longest length; 0: none.
+        decode: tokens to decode after each arm at every length; 0: none.
         json_file, page: where the figures go.
     """
 
     geometry: Literal["flash", "pro"] = "flash"
     tp: int = 8
-    layers: int | None = None
+    layers: int | Literal["fit"] | None = None
     lengths: tuple[int, ...] = (65536,)
     documents: int = 8
     budgets: tuple[float, ...] = (0.10,)
@@ -93,15 +93,26 @@ class BenchOptions:
     def tiles(self) -> TileOptions:
         return TileOptions(depth=self.read_ahead if self.place == "host" else 0)
 
-    @property
-    def network(self) -> ModelGeometry:
+    def network(self, ranks: int, free_bytes: int) -> ModelGeometry:
+        """What is timed.
+
+        Args:
+            ranks: that share it.
+            free_bytes: of the GPU that has least.
+
+        Raises:
+            EngineError: as many layers as fit are too few.
+        """
         geometry = released_geometry(self.geometry)
         if self.layers is None:
             return geometry
-        return dataclasses.replace(
-            geometry, attention_kinds=geometry.attention_kinds[: self.layers],
-            router_kinds=geometry.router_kinds[: self.layers],
+        if self.layers != "fit":
+            return first_layers(geometry, self.layers)
+        length = max(self.lengths, default=self.check.length)
+        fitting = layers_that_fit(
+            geometry, tp_size=ranks, length=length, experts=self.experts, free_bytes=free_bytes
         )  # fmt: skip
+        return first_layers(geometry, fitting)
 
     @property
     def arms(self) -> dict[str, ReusePolicy | None]:
@@ -129,7 +140,9 @@ def run_bench(options: BenchOptions, comm: Intracomm | None) -> None:
     control = from_communicator(comm)
     out = Output(control.rank)
     real = None if comm is None else connect(control, device)
-    result = measure(options, options.network, Gpu(device), real, out)
+    free = min(int(reply) for reply in control.exchange(str(free_memory(device)).encode()))
+    network = options.network(options.tp if comm is None else control.size, free)
+    result = measure(options, network, Gpu(device), real, out)
     if control.rank == 0:
         if options.json_file is not None:
             write_page(options.json_file, json.dumps(result, indent=1) + "\n")
@@ -159,6 +172,7 @@ def measure(
         "real_ranks": real is not None,
         "geometry": options.geometry,
         "layers": geometry.layers,
+        "layers_of": released_geometry(options.geometry).layers,
         "experts": options.experts,
         "artifacts": {"place": options.place, "format": options.form.value, "read_ahead": options.tiles.depth},
         "machine": machine.describe(),
@@ -171,10 +185,11 @@ def measure(
         result["check"] = [check.to_json() for check in checks]
         print_check(out, result)
     if options.lengths:
+        room = decode_room(geometry.csa_ratio, options.decode)
         result["ceilings"] = dataclasses.asdict(ceilings := machine.ceilings())
         rank = make_rank(
             geometry, StandInCollectives(0, options.tp) if real is None else real, chunk_rows=options.chunk_rows,
-            length=max(options.lengths) + options.decode + _DECODE_ROOM, dtype=torch.bfloat16, device=machine.device,
+            length=max(options.lengths) + room, dtype=torch.bfloat16, device=machine.device,
             tiles=options.tiles, experts=options.experts,
         )  # fmt: skip
         result["chunk_rows"] = rank.context.chunk_rows
@@ -214,7 +229,7 @@ def _measured(
         measured = measure_length(
             rank, length, options.documents, artifacts, arms, ceilings=ceilings, clock=machine.clock,
             repeat=options.repeat, form=options.form,
-            decode=options.decode if length == max(options.lengths) else 0, turn_done=lambda: advance(1),
+            decode=options.decode, turn_done=lambda: advance(1),
         )  # fmt: skip
     tensors, driver = machine.peak_gib()
     return {**measured, "peak_gib": tensors, "driver_peak_gib": driver}

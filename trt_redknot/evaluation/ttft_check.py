@@ -7,9 +7,12 @@ positions moved by a constant is the same function once more, and rounds otherwi
 
     fault     distance(protected, recomputed)
     bound     distance(recomputed with positions moved, in other chunks; recomputed), times a small factor
+    cap       distance(recomputed, other rows of the same recomputation), times a share
 
-Distances are taken segment by segment, so that a fault in one document is not thinned out by the others. The rows after
-a document that is an exact prefix, and whose artifact replaces all its rows, are held to the same bound.
+A bound that lets rows be about as far away as rows that have nothing to do with each other would prove nothing: no
+bound is above the cap, and where recomputations alone differ by more than that, the check fails. Distances are taken
+segment by segment, so that a fault in one document is not thinned out by the others. The rows after a document that is
+an exact prefix, and whose artifact replaces all its rows, are held to the same bound.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ from trt_redknot.request.segments import RowClass, Segment, SegmentKind
 RMS_FACTOR = {RouterKind.HASH: 1.25, RouterKind.LEARNED: 1.5}
 # The largest of many rows scatters more. One row that is another's is several times as far away.
 LARGEST_FACTOR = {RouterKind.HASH: 2.0, RouterKind.LEARNED: 3.0}
+# What rows may differ by at most, whatever recomputations differ by, as a share of the distance of unrelated rows: a
+# single row that is another's is about the whole of it away.
+RMS_SHARE, LARGEST_SHARE = 0.5, 0.8
 # Both arms round the first document's rows alike.
 PREFIX_FACTOR = 0.5
 # The bound's runs begin at positions up to this.
@@ -74,11 +80,36 @@ class Apart:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentAgreement:
-    """Rows of one segment: what is checked, and what bounds it."""
+    """Rows of one segment: what is checked, what bounds it, and what caps the bound.
+
+    Attributes:
+        unrelated: recomputed rows against other rows of the segment.
+    """
 
     rows: int
     protected: Distance
     recomputed: Distance
+    unrelated: Distance
+
+    def fault(self, name: str, times: float, share: float) -> str | None:
+        """What is wrong with the distance of this name, if anything is."""
+        distance: float = getattr(self.protected, name)
+        rounding: float = getattr(self.recomputed, name)
+        # One row has a mean of its own.
+        cap = share * self.unrelated.rms
+        # Not-a-number is no distance either, and bounds nothing.
+        if not rounding <= cap:
+            return (
+                f"recomputations differ by {rounding:.2e} ({name}), more than {share:.0%} of what unrelated rows "
+                f"differ by ({self.unrelated.rms:.2e}): nothing that is compared with that is proved"
+            )
+        bound = min(times * rounding, cap)
+        if not distance <= bound:
+            return (
+                f"{name} distance {distance:.2e}, more than {bound:.2e} ({times} times what recomputations differ by, "
+                f"at most {share:.0%} of what unrelated rows do)"
+            )
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,20 +131,19 @@ class Agreement:
     reused: SegmentAgreement
 
     def faults(self) -> list[str]:
-        """Where protected rows are further from recomputation than rounding explains; empty where nowhere."""
-        found = []
+        """Where protected rows are further from recomputation than rounding explains, or where rounding explains so
+        much that nothing is proved; empty where nowhere."""
         places = [*((f"segment {index}", each) for index, each in enumerate(self.segments)), ("reuse", self.reused)]
+        found = []
         for place, segment in places:
-            for name, factor in (("rms", RMS_FACTOR), ("largest", LARGEST_FACTOR)):
-                distance: float = getattr(segment.protected, name)
-                times = factor[self.routers] * (PREFIX_FACTOR if place == "segment 0" else 1.0)
-                bound: float = times * getattr(segment.recomputed, name)
-                # Not-a-number is no distance either.
-                if not distance <= bound:
-                    found.append(
-                        f"{self.routers} routers, {place}: {name} distance {distance:.2e}, more than "
-                        f"{bound:.2e} ({times} times what recomputations differ by)"
-                    )
+            halved = PREFIX_FACTOR if place == "segment 0" else 1.0
+            for name, factor, share in (
+                ("rms", RMS_FACTOR, RMS_SHARE),
+                ("largest", LARGEST_FACTOR, LARGEST_SHARE),
+            ):
+                fault = segment.fault(name, factor[self.routers] * halved, share)
+                if fault is not None:
+                    found.append(f"{self.routers} routers, {place}: {fault}")
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -143,32 +173,35 @@ def check_arms(rank: StandInRank, length: int, documents: int, *, runs: int, chu
     # The same on every rank.
     starts = np.random.default_rng(runs).integers(1, _FRAMES, runs).tolist()
     fresh, documented = (segment_table(length, documents, reuse=reuse) for reuse in (False, True))
-    protected, recomputed = [Apart() for _ in documented], [Apart() for _ in documented]
+    protected, recomputed, unrelated = ([Apart() for _ in documented] for _ in range(3))
     reused, prefix, question, equal = Apart(), documented[0], documented[-1], 0
     for run, start in enumerate(starts):
-        context, other = (
+        context, elsewhere = (
             dataclasses.replace(each, chunk_rows=chunks[(run + turn) % len(chunks)])
             for turn, each in enumerate((rank.context, rank.moved(start)))
         )
         base = _logits(context, run, fresh, None)
         found = _logits(context, run, documented, ReusePolicy(protect="all"))
-        moved = _logits(other, run, fresh, None)
-        for segment, ours, bound in zip(documented, protected, recomputed, strict=True):
+        moved = _logits(elsewhere, run, fresh, None)
+        for segment, ours, bound, other in zip(documented, protected, recomputed, unrelated, strict=True):
             rows = slice(segment.start, segment.stop)
             ours.add(found[rows], base[rows])
             bound.add(moved[rows], base[rows])
+            other.add(base[rows].roll(segment.length // 2, 0), base[rows])
         rows = slice(prefix.start, prefix.stop)
         equal += int((found[rows] == base[rows]).all(1).sum())
         reused.add(_reused(context, run, question), base[question.start : question.stop])
     (router,) = set(rank.context.geometry.router_kinds)
     segments = [
-        SegmentAgreement(rows=segment.length, protected=ours.distance(), recomputed=bound.distance())
-        for segment, ours, bound in zip(documented, protected, recomputed, strict=True)
+        SegmentAgreement(
+            rows=segment.length, protected=ours.distance(), recomputed=bound.distance(), unrelated=other.distance()
+        )
+        for segment, ours, bound, other in zip(documented, protected, recomputed, unrelated, strict=True)
     ]
     last = segments[-1]
     return Agreement(
         routers=router, runs=runs, prefix_equal=equal / (runs * prefix.length), segments=tuple(segments),
-        reused=SegmentAgreement(rows=last.rows, protected=reused.distance(), recomputed=last.recomputed),
+        reused=dataclasses.replace(last, protected=reused.distance()),
     )  # fmt: skip
 
 

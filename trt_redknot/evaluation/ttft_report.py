@@ -31,7 +31,9 @@ def describe(run: dict[str, Any]) -> str:
     tiles = run["artifacts"]
     where = f"artifacts {tiles['format']} in {tiles['place']} memory"
     experts = "FP8" if run["experts"] == "fp8" else "bf16"
-    return f"{run['geometry']}, {run['layers']} layers, {experts} experts, {ranks}, {run['machine']['gpu']}, {where}"
+    whole = run.get("layers_of", run["layers"])
+    layers = str(whole) if run["layers"] == whole else f"{run['layers']} of {whole}"
+    return f"{run['geometry']}, {layers} layers, {experts} experts, {ranks}, {run['machine']['gpu']}, {where}"
 
 
 def print_run(out: Output, run: dict[str, Any]) -> None:
@@ -64,6 +66,7 @@ def print_run(out: Output, run: dict[str, Any]) -> None:
         arms,
         *(_stages(length, name) for length in run["lengths"][-1:] for name in length["arms"]),
         _cold(run),
+        *_decoding(run),
         _memory(run),
     )
 
@@ -75,14 +78,22 @@ def print_check(out: Output, run: dict[str, Any]) -> None:
             title=f"Protected rows against recomputation, {check['routers']} routers, {check['runs']} prompts; "
             f"{check['prefix_equal']:.0%} of the first document's rows equal bit for bit"
         )
-        for column in ("segment", "rows", "protected rms", "recomputed rms", "protected largest", "recomputed largest"):
+        for column in (
+            "segment",
+            "rows",
+            "protected rms",
+            "recomputed rms",
+            "protected largest",
+            "recomputed largest",
+            "unrelated rms",
+        ):
             table.add_column(column, justify="right")
         places = [*((str(index), each) for index, each in enumerate(check["segments"])), ("reuse", check["reused"])]
         for place, segment in places:
             protected, recomputed = segment["protected"], segment["recomputed"]
             table.add_row(
                 place, f"{segment['rows']:,}", f"{protected['rms']:.5f}", f"{recomputed['rms']:.5f}",
-                f"{protected['largest']:.5f}", f"{recomputed['largest']:.5f}",
+                f"{protected['largest']:.5f}", f"{recomputed['largest']:.5f}", f"{segment['unrelated']['rms']:.3f}",
             )  # fmt: skip
         out.show(table)
         for fault in check["faults"]:
@@ -120,25 +131,38 @@ def _cold(run: dict[str, Any]) -> Table:
         "GB of a rank",
         "arm",
         "won back after",
-        "decode tokens/s",
     ):
         table.add_column(column, justify="right")
     for length in run["lengths"]:
         cold = length["cold"]
-        for name, arm in length["arms"].items():
+        for name in length["arms"]:
             even = cold["break_even"].get(name)
-            rate = arm.get("decode_tokens_per_s")
             table.add_row(
                 f"{length['length']:,}", f"{cold['built_s']:.3f}", f"{cold['in_recomputations']:.2f}",
                 f"{cold['bytes_of_rank'] / 1e9:.2f}", name, "-" if even is None else f"{even:.1f} requests",
-                "-" if rate is None else f"{rate:.1f}",
             )  # fmt: skip
     return table
 
 
+def _decoding(run: dict[str, Any]) -> list[Table]:
+    """A table where tokens were decoded."""
+    table = Table(title="Decoding after the prompt, one sequence")
+    for column in ("length", "arm", "tokens/s", "of recompute", "of roofline", "graphs", "eager because"):
+        table.add_column(column, justify="right")
+    for length in run["lengths"]:
+        for name, arm in length["arms"].items():
+            if "decode" in arm:
+                found = arm["decode"]
+                table.add_row(
+                    f"{length['length']:,}", name, f"{found['tokens_per_s']:.1f}", f"{found['of_recompute']:.3f}",
+                    f"{found['share_of_roofline']:.0%}", str(found["graphs"]), found["eager_because"] or "-",
+                )  # fmt: skip
+    return [table] if table.row_count else []
+
+
 def render_page(runs: Sequence[dict[str, Any]]) -> str:
     """One page about several runs: a chart of speed-ups a run, and a bar of stages an arm and length."""
-    charts = [chart for run in runs for chart in (_speed_ups(run), *_waterfalls(run))]
+    charts = [chart for run in runs for chart in (_speed_ups(run), *_rates(run), *_waterfalls(run))]
     environment = Environment(
         loader=PackageLoader("trt_redknot", "evaluation"), autoescape=True, undefined=StrictUndefined
     )
@@ -159,6 +183,24 @@ def _speed_ups(run: dict[str, Any]) -> Markup:
         unit="x",
     )
     return bars(frame, [f"{length['length']:,} tokens" for length in lengths], series)
+
+
+def _rates(run: dict[str, Any]) -> list[Markup]:
+    """A chart where tokens were decoded."""
+    lengths = [length for length in run["lengths"] if all("decode" in arm for arm in length["arms"].values())]
+    if not lengths:
+        return []
+    series: dict[str, list[float | None]] = {
+        name: [length["arms"][name]["decode"]["tokens_per_s"] for length in lengths] for name in lengths[0]["arms"]
+    }
+    least = min(arm["decode"]["of_recompute"] for length in lengths for arm in length["arms"].values())
+    frame = Frame(
+        title="Decoding after the prompt, one sequence",
+        note=f"{Evidence(run['evidence']).value}; the slowest arm decodes at {least:.1%} of the speed after "
+        "recomputation",
+        unit="tokens/s",
+    )
+    return [bars(frame, [f"{length['length']:,} tokens" for length in lengths], series)]
 
 
 def _waterfalls(run: dict[str, Any]) -> list[Markup]:

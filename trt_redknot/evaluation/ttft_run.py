@@ -14,12 +14,12 @@ from trt_redknot.evaluation.standin import StandInRank
 from trt_redknot.evaluation.ttft import (
     ArmTimes,
     build_seconds,
-    decode_rate,
     document_length,
     first_token,
     segment_table,
     time_arms,
 )
+from trt_redknot.evaluation.ttft_decode import Decoded, decode_rate
 from trt_redknot.reports.ledgers import ledgers
 from trt_redknot.reports.report import RowCounts
 
@@ -49,7 +49,8 @@ def measure_length(
     """
     times = time_arms(rank.context, length, documents, artifacts, arms, repeat=repeat, turn_done=turn_done)
     base = times["recompute"].median_s
-    measured = {}
+    measured: dict[str, dict[str, Any]] = {}
+    decoded: dict[str, Decoded] = {}
     for arm, policy in arms.items():
         segments = segment_table(length, documents, reuse=policy is not None)
         context, meter = rank.metered(clock)
@@ -62,10 +63,15 @@ def measure_length(
             "share_of_roofline": share_of_roofline(stages),
         }
         if decode:
-            decoded = decode_rate(rank.context, segments, artifacts, policy, tokens=decode)
-            measured[arm]["decode_tokens_per_s"] = decoded.tokens_per_s
-            measured[arm]["decode_graphs"] = decoded.graphs
-            measured[arm]["decode_eager_because"] = decoded.eager_because
+            decoded[arm] = decode_rate(
+                rank, segments, artifacts, policy, tokens=decode, ceilings=ceilings, clock=clock
+            )  # fmt: skip
+    for arm, found in decoded.items():
+        measured[arm]["decode"] = {
+            **dataclasses.asdict(found),
+            "of_recompute": found.tokens_per_s / decoded["recompute"].tokens_per_s,
+            "share_of_roofline": found.share_of_roofline,
+        }
     size = document_length(length, documents)
     seconds, size_bytes = build_seconds(rank.context, size, form)
     cold = _cold(seconds * documents, size_bytes * documents, times)

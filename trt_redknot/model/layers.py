@@ -22,6 +22,16 @@ from trt_redknot.ops.tables import AttentionTable, CompressTable
 
 Weights = Mapping[str, Tensor]
 
+# What the normed rows of a block go through first: query and latent, raw rows of the compressor and of the Indexer, the
+# weights of the Indexer's heads.
+_COMPRESSOR = ("compressor.kv", "compressor.gate")
+_INDEXER = ("indexer.kv", "indexer.gate", "indexer.weights")
+PROJECTIONS = {
+    AttentionKind.SLIDING: ("attn.q_a", "attn.kv"),
+    AttentionKind.HCA: ("attn.q_a", "attn.kv", *_COMPRESSOR),
+    AttentionKind.CSA: ("attn.q_a", "attn.kv", *_COMPRESSOR, *_INDEXER),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Projected:
@@ -44,17 +54,10 @@ def project(
         streams, weights["attn_hc.fn"], weights["attn_hc.base"], weights["attn_hc.scale"], weights["attn_norm"],
         iterations=g.sinkhorn_iterations, eps=g.hc_eps, norm_eps=g.norm_eps,
     )  # fmt: skip
-    query_latent = ops.rms_norm(ops.linear(hidden, weights["attn.q_a"]), weights["attn.q_norm"], eps=g.norm_eps)
-    latent = ops.norm_rope_pack(
-        ops.linear(hidden, weights["attn.kv"]), weights["attn.kv_norm"], rope, frame_positions, eps=g.norm_eps
-    )
-    raw: list[Tensor] = []
-    if spec.attention is not AttentionKind.SLIDING:
-        raw += [ops.linear(hidden, weights["compressor.kv"]), ops.linear(hidden, weights["compressor.gate"])]
-    index_weights = None
-    if spec.attention is AttentionKind.CSA:
-        raw += [ops.linear(hidden, weights["indexer.kv"]), ops.linear(hidden, weights["indexer.gate"])]
-        index_weights = ops.linear(hidden, weights["indexer.weights"])
+    query, latent, *raw = ops.linears(hidden, [weights[name] for name in PROJECTIONS[spec.attention]])
+    query_latent = ops.rms_norm(query, weights["attn.q_norm"], eps=g.norm_eps)
+    latent = ops.norm_rope_pack(latent, weights["attn.kv_norm"], rope, frame_positions, eps=g.norm_eps)
+    index_weights = raw.pop() if spec.attention is AttentionKind.CSA else None
     return Projected(
         query_latent=query_latent, latent=latent, post=post, comb=comb, raw=tuple(raw), index_weights=index_weights
     )

@@ -26,6 +26,9 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T, no bias."""
 
+    def linears(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """`linear` of the same rows through each of several weights."""
+
     def split_heads(self, x: Tensor, *, dim: int) -> Tensor:
         """The channels of every head: [R, H * dim] -> [R, H, dim]."""
 

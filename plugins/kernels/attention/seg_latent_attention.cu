@@ -1,6 +1,8 @@
 #include "common/check.h"
+#include "kernels/attention/few_rows.h"
 #include "kernels/attention/seg_latent_attention.h"
 #include "kernels/attention/units.cuh"
+#include "kernels/attention/wide.h"
 
 namespace redknot {
 namespace attention {
@@ -23,14 +25,35 @@ namespace {
 constexpr int64_t kEnoughBlocks = 264;
 constexpr int kMostColumns = 64;
 
-// Columns of a block. Rows that share no keys use as few as hold their heads; rows that share them read each key for as
-// many columns as there are, as long as enough blocks remain.
+// Rows with more heads than this fill the M dimension of the products by themselves (wide.h).
+constexpr int kNarrowHeads = 32;
+
+bool is_wide(int heads) { return heads > kNarrowHeads; }
+
+// The regions of a call whose rows have many heads, or the others.
+Launch regions(SegLatentAttentionParams const& op, bool wide, int columns, bool shares_keys) {
+  auto const region = [&](int first_row, int rows, int heads) {
+    return make_region(first_row, is_wide(heads) == wide ? rows : 0, heads, columns, shares_keys);
+  };
+  return {op, region(0, op.full_rows, op.global_heads + op.local_heads),
+          region(op.full_rows, op.rows - op.full_rows, op.global_heads)};
+}
+
+// Columns of a block of the others. Rows that share no keys use as few as hold their heads; rows that share them read
+// each key for as many columns as there are, as long as enough blocks remain.
 int columns_for(SegLatentAttentionParams const& op) {
-  int const most_heads = op.full_rows > 0 ? op.global_heads + op.local_heads : op.global_heads;
+  int most_heads = 0;
+  int64_t used = 0;
+  auto const count = [&](int rows, int heads) {
+    if (rows == 0 || is_wide(heads)) return;
+    most_heads = most_heads < heads ? heads : most_heads;
+    used += int64_t{rows} * heads;
+  };
+  count(op.full_rows, op.global_heads + op.local_heads);
+  count(op.rows - op.full_rows, op.global_heads);
   int needed = 8;
   while (needed < most_heads && needed < kMostColumns) needed *= 2;
   if (op.selected != nullptr) return needed;
-  int64_t const used = int64_t{op.rows} * op.global_heads + int64_t{op.full_rows} * op.local_heads;
   int columns = kMostColumns;
   while (columns > needed && used < kEnoughBlocks * columns) columns /= 2;
   return columns;
@@ -66,24 +89,38 @@ Status check(SegLatentAttentionParams const& op) {
   return Status::kSuccess;
 }
 
+// Units of one row each.
+Launch few_rows_launch(SegLatentAttentionParams const& op) {
+  return {op, make_region(0, op.full_rows, op.global_heads + op.local_heads, kFewHeads, false),
+          make_region(op.full_rows, op.rows - op.full_rows, op.global_heads, kFewHeads, false)};
+}
+
 }  // namespace
 }  // namespace attention
 
 Status seg_latent_attention(SegLatentAttentionParams const& params, cudaStream_t stream) {
   Status const valid = attention::check(params);
   if (valid != Status::kSuccess) return valid;
+  bool const packed = params.pool_dtype == Dtype::kPacked;
   int const columns = attention::columns_for(params);
-  bool const shares_keys = params.selected == nullptr;
-  attention::Launch const launch{
-      params,
-      attention::make_region(0, params.full_rows, params.global_heads + params.local_heads, columns, shares_keys),
-      attention::make_region(params.full_rows, params.rows - params.full_rows, params.global_heads, columns,
-                             shares_keys)};
-  if (launch.full.units + launch.tail.units == 0) return Status::kSuccess;
+  attention::Launch const wide = attention::regions(params, true, attention::kMostColumns, false);
+  attention::Launch const narrow = attention::regions(params, false, columns, params.selected == nullptr);
+  bool const any_wide = wide.full.units + wide.tail.units > 0, any_narrow = narrow.full.units + narrow.tail.units > 0;
+  if (!any_wide && !any_narrow) return Status::kSuccess;
   Status const device = require_warpgroup_products();
   if (device != Status::kSuccess) return device;
-  return params.pool_dtype == Dtype::kPacked ? attention::launch_with<true>(columns, launch, stream)
-                                             : attention::launch_with<false>(columns, launch, stream);
+  attention::Launch const few = attention::few_rows_launch(params);
+  if (int64_t{few.full.units} + few.tail.units <= attention::kFewUnits) {
+    Status const done = attention::attend_few_rows(few, packed, stream);
+    if (done != Status::kUnsupported) return done;
+  }
+  if (any_wide) {
+    Status const done =
+        packed ? attention::launch_wide<true>(wide, stream) : attention::launch_wide<false>(wide, stream);
+    if (done != Status::kSuccess || !any_narrow) return done;
+  }
+  return packed ? attention::launch_with<true>(columns, narrow, stream)
+                : attention::launch_with<false>(columns, narrow, stream);
 }
 
 }  // namespace redknot

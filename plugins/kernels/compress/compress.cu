@@ -174,12 +174,10 @@ __device__ __forceinline__ void pool_batch(SlotReader const& reader, int64_t con
   }
 }
 
-// One warp an entry of few slots: nothing but registers.
+// An entry of few slots by one warp: nothing but registers. Not inlined: where it is the exception, it would take the
+// registers of the rule.
 template <int kVectors>
-__global__ void __launch_bounds__(kFewThreads, 5)
-    compress_few_kernel(CompressParams const params, RowFinish const finish) {
-  int64_t const entry = static_cast<int64_t>(blockIdx.x) * (kFewThreads / kWarp) + threadIdx.x / kWarp;
-  if (entry >= params.entries) return;
+__device__ __noinline__ void pool_few(CompressParams const& params, RowFinish const& finish, int64_t entry) {
   int const lane = static_cast<int>(threadIdx.x) % kWarp;
   float values[kVectors][kVector];
 #pragma unroll
@@ -199,6 +197,115 @@ __global__ void __launch_bounds__(kFewThreads, 5)
   }
   finish_row<kWarp, kVectors>(finish, lane, params.positions[entry], target_of(params, entry, finish.bytes), values,
                               nullptr);
+}
+
+template <int kVectors>
+__global__ void __launch_bounds__(kFewThreads, 5)
+    compress_few_kernel(__grid_constant__ CompressParams const params, __grid_constant__ RowFinish const finish) {
+  int64_t const entry = static_cast<int64_t>(blockIdx.x) * (kFewThreads / kWarp) + threadIdx.x / kWarp;
+  if (entry < params.entries) pool_few<kVectors>(params, finish, entry);
+}
+
+// One of eight bf16 channels.
+__device__ __forceinline__ float half_of(uint32_t word, int half) {
+  return __uint_as_float(half == 0 ? word << 16 : word & 0xffff0000U);
+}
+__device__ __forceinline__ float channel_of(uint4 const& raw, int channel) {
+  int const word = channel / 2;
+  return half_of(word == 0 ? raw.x : word == 1 ? raw.y : word == 2 ? raw.z : raw.w, channel % 2);
+}
+
+// Four bias values at a channel.
+template <bool kFloat>
+__device__ __forceinline__ float4 bias_quad(void const* ape, int offset) {
+  if constexpr (kFloat) return __ldg(reinterpret_cast<float4 const*>(static_cast<float const*>(ape) + offset));
+  uint2 const raw = __ldg(reinterpret_cast<uint2 const*>(static_cast<__nv_bfloat16 const*>(ape) + offset));
+  return {half_of(raw.x, 0), half_of(raw.x, 1), half_of(raw.y, 0), half_of(raw.y, 1)};
+}
+
+// Entries of two overlapping windows of four whose width fills the warp: the model's. One that has all its slots needs
+// no tests of them, has addresses known up to its rows, and is pooled in one go: half of the instructions. Others (the
+// first of a document, the last of one that ends inside a window) go the general way.
+template <int kVectors, bool kFloatBias>
+__global__ void __launch_bounds__(kFewThreads, 4)
+    compress_overlap_kernel(__grid_constant__ CompressParams const params, __grid_constant__ RowFinish const finish) {
+  constexpr int kSlots = kFewSlots;
+  constexpr int kRatio = kSlots / 2;
+  constexpr int kPart = kWarp * kVector;  // channels of a vector
+  constexpr int kWidth = kVectors * kPart;
+  constexpr int kStride = 2 * kWidth;
+  int64_t const entry = static_cast<int64_t>(blockIdx.x) * (kFewThreads / kWarp) + threadIdx.x / kWarp;
+  if (entry >= params.entries) return;
+  int const lane = static_cast<int>(threadIdx.x) % kWarp;
+  int64_t const own = __ldg(params.slots + entry * kSlots + lane % kSlots);
+  if (__any_sync(kAllLanes, own < 0 || own >= params.raw_rows)) {
+    pool_few<kVectors>(params, finish, entry);
+    return;
+  }
+  int const own_row = static_cast<int>(own);
+  auto const* const gate = static_cast<__nv_bfloat16 const*>(params.gate) + lane * kVector;
+  auto const* const kv = static_cast<__nv_bfloat16 const*>(params.kv) + lane * kVector;
+  float values[kVectors][kVector];
+#pragma unroll
+  for (int vector = 0; vector < kVectors; ++vector) {
+    uint4 gates[kSlots];
+    uint4 raws[kSlots];
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      int64_t const row = static_cast<int64_t>(__shfl_sync(kAllLanes, own_row, slot)) * kStride;
+      int const offset = slot / kRatio * kWidth + vector * kPart;
+      gates[slot] = load_once(gate + row + offset);
+      raws[slot] = load_once(kv + row + offset);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float4 bias[kSlots];
+#pragma unroll
+      for (int slot = 0; slot < kSlots; ++slot) {
+        int const offset = slot % kRatio * kStride + slot / kRatio * kWidth + vector * kPart + half * 4;
+        bias[slot] = bias_quad<kFloatBias>(params.ape, offset + lane * kVector);
+      }
+#pragma unroll
+      for (int at = 0; at < 4; ++at) {
+        int const channel = half * 4 + at;
+        float logits[kSlots];
+        float peak = -INFINITY;
+#pragma unroll
+        for (int slot = 0; slot < kSlots; ++slot) {
+          float const added[4] = {bias[slot].x, bias[slot].y, bias[slot].z, bias[slot].w};
+          logits[slot] = channel_of(gates[slot], channel) + added[at];
+          peak = fmaxf(peak, logits[slot]);
+        }
+        // NaN logits go through the sums; the peak may lose them.
+        float const offset = peak == -INFINITY ? 0.0F : -peak * kLog2E;
+        float total = 0.0F;
+        float sum = 0.0F;
+#pragma unroll
+        for (int slot = 0; slot < kSlots; ++slot) {
+          float const weight = exponential(fmaf(logits[slot], kLog2E, offset));
+          total += weight;
+          sum = fmaf(weight, channel_of(raws[slot], channel), sum);
+        }
+        values[vector][channel] = __fdividef(sum, total);
+      }
+    }
+  }
+  finish_row<kWarp, kVectors>(finish, lane, params.positions[entry], target_of(params, entry, finish.bytes), values,
+                              nullptr);
+}
+
+template <int kVectors>
+void launch_few(CompressParams const& params, RowFinish const& finish, cudaStream_t stream) {
+  auto const blocks = static_cast<unsigned>((params.entries + kFewThreads / kWarp - 1) / (kFewThreads / kWarp));
+  bool const overlap = params.series == 2 && params.slots_an_entry == kFewSlots && params.raw_rows <= INT32_MAX &&
+                       params.width == kVectors * kWarp * kVector;
+  if (overlap && params.ape_is_float) {
+    compress_overlap_kernel<kVectors, true><<<blocks, kFewThreads, 0, stream>>>(params, finish);
+  } else if (overlap) {
+    compress_overlap_kernel<kVectors, false><<<blocks, kFewThreads, 0, stream>>>(params, finish);
+  } else {
+    compress_few_kernel<kVectors><<<blocks, kFewThreads, 0, stream>>>(params, finish);
+  }
 }
 
 // Shared memory of a block: [entries][groups][3][width], then the pooled vectors [entries][width]. The rows of the
@@ -303,8 +410,7 @@ Status launch(CompressParams const& params, cudaStream_t stream) {
   RowFinish const finish = make_finish(params.norm, params.norm_is_float, params.rope, params.rope_positions,
                                        params.rope_dim, params.width, params.format, params.eps);
   if (params.slots_an_entry <= kFewSlots) {
-    int64_t const blocks = (params.entries + kFewThreads / kWarp - 1) / (kFewThreads / kWarp);
-    compress_few_kernel<kVectors><<<static_cast<unsigned>(blocks), kFewThreads, 0, stream>>>(params, finish);
+    launch_few<kVectors>(params, finish, stream);
     REDKNOT_LAUNCHED();
     return Status::kSuccess;
   }

@@ -1,13 +1,16 @@
 // hyper_connection_pre with the streams read once. A cluster of 16 blocks takes groups of rows; each block holds a
 // sixteenth of the channels (of all four streams) of some groups in shared memory, and its part of fn, as two bf16
-// terms, in registers. A warp owns 32 channels. In step k:
-//   mix        group k: partial sums of streams x fn, on tensor cores
-//   collapse   group k - kLag, whose weights have come back meanwhile
-//   reduce     the warps' sums: mixes of group k for the block that weighs the row, squares of the collapse for all
-//   finish     the group before that: norm and output
-// Two more warps a block: one sends what was reduced and starts copies of later groups, the other weighs one row of
-// every group. Nobody waits for room in another block: a block that sends for group k has got weights of group k - kLag
-// from everyone, so everyone is done with what the slots held kSlots groups before.
+// terms, in registers. Every warp does one thing, group after group, and waits only for what that needs:
+//   mix           up to eight warps: partial sums of streams x fn, on tensor cores
+//   send mixes    the warps' sums, to the block that weighs the row
+//   weigh         a row of every group: its sums over the blocks make its weights, which go to all blocks
+//   balance       post and comb of weighed rows, 32 at a time
+//   collapse      up to eight warps: the weighted sum of the streams and its squares; then norm and output of the group
+//                 before, whose squares have come from all blocks meanwhile
+//   send squares  to all blocks; starts copies of later groups
+// Nobody waits for room in another block. A block that sends for group k holds that group, so it has collapsed group
+// k - kStages, and finished the one before that: weights and squares of these came from every block, so every block is
+// through with what the slots held that many groups before, and one or two more.
 
 #include <algorithm>
 #include <atomic>
@@ -29,59 +32,72 @@ constexpr int kMixes = (2 + kStreams) * kStreams;
 constexpr int kMixRows = kMixes / 8;  // mixes of one lane of a product
 constexpr int kSquares = kMixes;      // value after the mixes: squares of the streams
 constexpr int kSent = kMixes + 1;     // values of a row that are summed by its owner
-constexpr int kCollapsed = kSent;     // the value after them: squares of the collapse
-constexpr int kValues = kSent + 1;
-constexpr int kMeet = 1;          // barriers of a block
-constexpr int kReduced = 2;       // and kLag more: so many steps may be on their way to be sent
-constexpr int kLine = 28;         // floats of one source in a receive slot
-constexpr int kOwnChannels = 32;  // of a warp
-constexpr int kChunks = kOwnChannels / kVector;
+constexpr int kLine = 28;             // floats of a row of partial sums, and of one source in a receive slot
+// Named barriers of a block, at which many warps only say that they were there; two, for odd and even groups.
+constexpr int kMixed = 1;      // partial mixes are there
+constexpr int kCollapsed = 3;  // squares of the collapse are there, and the streams are done with
+// Rows that wait for their Sinkhorn.
+constexpr int kPendingFull = 5;
+constexpr int kPendingTaken = 6;
+constexpr int kUnits = 2;  // parts of a warp's work on a group, each of 8 rows x 32 channels
+constexpr int kUnitChannels = 32;
+constexpr int kTeamThreads = 256;      // of the warps that mix, and of those that collapse
+constexpr int kLowBytes = 16 * kWarp;  // of a warp's low terms of one stream, half and eight mixes
 constexpr int kPanelChannels = kPanelBytes / 2;
 constexpr int kPanelChunks = kPanelBytes / 16;
 constexpr int kStageAlignment = 1024;  // of swizzled panels
-constexpr int kKeptBytes = 8 * kOwnChannels * 2;
 constexpr int kMaxSharedBytes = 227 * 1024;
 constexpr int kPending = 32;  // rows that wait for their Sinkhorn, one a lane
-constexpr int kPendingPitch = kMixes + 1;
+constexpr int kPendingPitch = kMixes - kStreams + 1;
+constexpr int kEarlyGroups = 2;  // copied beside fn
 constexpr int kMaxDevices = 64;
+// Of a thread, by what its warp does.
+constexpr int kMixRegisters = 144;
+constexpr int kCollapseRegisters = 64;
+constexpr int kOtherRegisters = 64;
 
-// One geometry: hidden channels, rows of a group in tiles of eight, groups in shared memory, and groups between mix and
-// collapse. Offsets are bytes of shared memory.
-template <int kHiddenChannels, int kRowTiles, int kStageCount, int kCollapseLag>
+// One geometry: hidden channels, rows of a group in tiles of eight, and groups in shared memory. A warp owns 32
+// channels of two tiles, or 64 of one; then there are too many channels for both terms of fn in registers, and the low
+// ones lie in shared memory. Offsets are bytes of shared memory.
+template <int kHiddenChannels, int kRowTiles, int kStageCount>
 struct Shape {
   static constexpr int kHidden = kHiddenChannels;
   static constexpr int kTiles = kRowTiles;
+  static constexpr int kHalves = kUnits / kTiles;  // of a warp's channels
   static constexpr int kStages = kStageCount;
-  static constexpr int kLag = kCollapseLag;
-  static constexpr int kFinishLag = kLag + 1;             // groups between mix and norm
-  static constexpr int kKeepers = 2;                      // collapsed groups that a warp keeps
-  static constexpr int kSlots = kFinishLag <= 3 ? 4 : 8;  // groups between two uses of a receive slot
-  static_assert(kLag >= 2 && kSlots > kFinishLag && kStages > kLag);
+  // Groups between two uses of a receive slot of mixes and weights, and of squares.
+  static constexpr int kSlots = kStages + 1;
+  static constexpr int kSquareSlots = kStages + 2;
   static constexpr int kRows = 8 * kTiles;
-  static constexpr int kOwn = kHidden / kCluster;  // channels of a block
-  static constexpr int kWarps = kOwn / kOwnChannels;
-  static constexpr int kMixThreads = kWarps * kWarp;
-  static constexpr int kThreads = kMixThreads + 2 * kWarp;
+  static constexpr int kRowQuads = kRows / 4;
+  static constexpr int kSourcePitch = kRows == 8 ? 8 : 24;  // floats between the squares of two sources: banks differ
+  static constexpr int kOwn = kHidden / kCluster;           // channels of a block
+  static constexpr int kWarpChannels = kHalves * kUnitChannels;
+  static constexpr int kWarps = kOwn / kWarpChannels;
+  static constexpr int kTeam = kWarps * kWarp;  // threads that mix, and as many that collapse
+  static constexpr int kThreads = 2 * kTeamThreads + 4 * kWarp;
   // A stage: panels of 64 channels; in each, rows of 128 swizzled bytes, stream after stream.
   static constexpr int kPanels = kOwn / kPanelChannels;
   static constexpr int kPanelSize = kStreams * kRows * kPanelBytes;
   static constexpr int kStageBytes = kPanels * kPanelSize;
-  static_assert(kOwn % kPanelChannels == 0 && kPanelSize % kStageAlignment == 0);
-  static constexpr int kPartialFloats = kWarps * kValues * kRows;
-  static constexpr int kPartials = kStages * kStageBytes;           // [2][warps][kValues][rows]
-  static constexpr int kKept = kPartials + 2 * kPartialFloats * 4;  // [kKeepers][warps][tiles] of 512 bytes
-  static constexpr int kReceived = kKept + kKeepers * kWarps * kTiles * kKeptBytes;  // [kSlots][kCluster][kLine]
-  static constexpr int kWeights = kReceived + kSlots * kCluster * kLine * 4;         // [kSlots][rows][4]
-  static constexpr int kSquareSums = kWeights + kSlots * kRows * 16;                 // [kSlots][kCluster][rows]
-  static constexpr int kMixBox = kSquareSums + kSlots * kCluster * kRows * 4;        // to send: [kLag][rows][kLine]
-  static constexpr int kSquareBox = kMixBox + kLag * kRows * kLine * 4;              // to send: [kSlots][rows]
-  static constexpr int kBarriers = kSquareBox + kSlots * kRows * 4;
-  static constexpr int kBarrierCount = kStages + 3 * kSlots;
+  static constexpr int kPartialFloats = kWarps * kRows * kLine;
+  static constexpr bool kLowShared = kHalves > 1;
+  static constexpr int kLow = kStages * kStageBytes;  // [warps][halves][mixes / 8][streams] of kLowBytes
+  static constexpr int kPartials = kLow + (kLowShared ? kWarps * kHalves * kMixRows * kStreams * kLowBytes : 0);
+  static constexpr int kReceived = kPartials + 2 * kPartialFloats * 4;        // after [2][warps][rows][kLine]
+  static constexpr int kWeights = kReceived + kSlots * kCluster * kLine * 4;  // after [kSlots][kCluster][kLine]
+  static constexpr int kSquareSums = kWeights + kSlots * kRows * 16;          // after [kSlots][rows][4]
+  static constexpr int kOwnSquares = kSquareSums + kSquareSlots * kCluster * kSourcePitch * 4;
+  static constexpr int kBarriers = kOwnSquares + 2 * kWarps * kRows * 4;  // after [2][warps][rows]
+  static constexpr int kBarrierCount = 2 * kStages + 2 * kSlots + kSquareSlots + 4;
   static constexpr int kWaiting = kBarriers + 8 * kBarrierCount;  // [kPending][kPendingPitch]
   static constexpr int kBytes = kWaiting + kPending * kPendingPitch * 4;
-  static_assert(kHidden % (kCluster * kOwnChannels) == 0 && kRows <= kCluster && kBytes <= kMaxSharedBytes);
+  static_assert(kOwn % kPanelChannels == 0 && kOwn % kWarpChannels == 0 && kTeam <= kTeamThreads);
+  static_assert(kPanelSize % kStageAlignment == 0 && kRows <= kCluster && kBytes <= kMaxSharedBytes);
+  static_assert(kWarps * kRowQuads <= kWarp);
 };
-using Flash = Shape<4096, 2, 5, 2>;
+using Flash = Shape<4096, 2, 5>;
+using Pro = Shape<7168, 1, 4>;
 
 template <class S>
 struct Block {
@@ -104,12 +120,24 @@ struct Block {
   __device__ __forceinline__ uint32_t loaded(int group) const {
     return address(S::kBarriers + 8 * (group % S::kStages));
   }
+  __device__ __forceinline__ uint32_t mixed(int group) const {
+    return address(S::kBarriers + 8 * (S::kStages + group % S::kStages));
+  }
   __device__ __forceinline__ uint32_t slot_barrier(int kind, int group) const {
-    return address(S::kBarriers + 8 * (S::kStages + kind * S::kSlots + group % S::kSlots));
+    return address(S::kBarriers + 8 * (2 * S::kStages + kind * S::kSlots + group % S::kSlots));
   }
   __device__ __forceinline__ uint32_t mixes_here(int group) const { return slot_barrier(0, group); }
   __device__ __forceinline__ uint32_t weights_here(int group) const { return slot_barrier(1, group); }
-  __device__ __forceinline__ uint32_t squares_here(int group) const { return slot_barrier(2, group); }
+  __device__ __forceinline__ uint32_t squares_here(int group) const {
+    return address(S::kBarriers + 8 * (2 * S::kStages + 2 * S::kSlots + group % S::kSquareSlots));
+  }
+  // The sender has read the partial sums of odd or even groups.
+  __device__ __forceinline__ uint32_t mixes_taken(int group) const {
+    return address(S::kBarriers + 8 * (S::kBarrierCount - 4 + group % 2));
+  }
+  __device__ __forceinline__ uint32_t squares_taken(int group) const {
+    return address(S::kBarriers + 8 * (S::kBarrierCount - 2 + group % 2));
+  }
   __device__ __forceinline__ void expect_mixes(int group) const {
     cluster::barrier_expect(mixes_here(group), kCluster * kLine * 4);
   }
@@ -119,7 +147,10 @@ struct Block {
   __device__ __forceinline__ void expect_squares(int group) const {
     cluster::barrier_expect(squares_here(group), kCluster * S::kRows * 4);
   }
+  static __device__ __forceinline__ uint32_t stage_parity(int group) { return group / S::kStages & 1; }
+  static __device__ __forceinline__ uint32_t taken_parity(int group) { return group / 2 & 1; }
   static __device__ __forceinline__ uint32_t slot_parity(int group) { return group / S::kSlots & 1; }
+  static __device__ __forceinline__ uint32_t square_parity(int group) { return group / S::kSquareSlots & 1; }
 
   __device__ __forceinline__ int64_t first_row(int group) const {
     return (cluster + static_cast<int64_t>(group) * clusters) * S::kRows;
@@ -135,28 +166,23 @@ struct Block {
     return reinterpret_cast<float4*>(shared + S::kWeights) + group % S::kSlots * S::kRows;
   }
   __device__ __forceinline__ float* squares(int group) const {
-    return reinterpret_cast<float*>(shared + S::kSquareSums) + group % S::kSlots * kCluster * S::kRows;
+    return reinterpret_cast<float*>(shared + S::kSquareSums) + group % S::kSquareSlots * kCluster * S::kSourcePitch;
   }
-  // Where eight channels (`chunk`) of a row of a warp's collapsed tile lie. Chunks are swizzled: neither eight rows of
-  // a chunk nor two whole rows share a bank.
-  __device__ __forceinline__ uint8_t* kept(int group, int warp, int tile, int row, int chunk) const {
-    return shared + S::kKept + ((group % S::kKeepers * S::kWarps + warp) * S::kTiles + tile) * kKeptBytes + row * 64 +
-           (chunk ^ row / 2) * 16;
+  __device__ __forceinline__ float* own_squares(int group) const {
+    return reinterpret_cast<float*>(shared + S::kOwnSquares) + (group & 1) * S::kWarps * S::kRows;
   }
-
+  // One thread; the cluster meets after it.
   __device__ void prepare() const {
-    if (threadIdx.x == 0) {
-      for (int index = 0; index < S::kStages + 3 * S::kSlots; ++index) {
-        cluster::barrier_init(address(S::kBarriers + 8 * index), 1);
-      }
-      cluster::barriers_ready();
-      for (int slot = 0; slot < S::kSlots; ++slot) {
-        expect_mixes(slot);
-        expect_weights(slot);
-        expect_squares(slot);
-      }
+    for (int index = 0; index < S::kBarrierCount; ++index) {
+      bool const of_warp = (index >= S::kStages && index < 2 * S::kStages) || index >= S::kBarrierCount - 4;
+      cluster::barrier_init(address(S::kBarriers + 8 * index), of_warp ? kWarp : 1);
     }
-    cluster::synchronise();
+    cluster::barriers_ready();
+    for (int slot = 0; slot < S::kSlots; ++slot) {
+      expect_mixes(slot);
+      expect_weights(slot);
+    }
+    for (int slot = 0; slot < S::kSquareSlots; ++slot) expect_squares(slot);
   }
 
   // One lane starts the copies of a group. Rows past the last come as zeros.
@@ -169,109 +195,103 @@ struct Block {
                         static_cast<int32_t>(first_row(group)), 0, loaded(group));
     }
   }
+};
 
-  __device__ __forceinline__ float* mix_box(int step) const {
-    return reinterpret_cast<float*>(shared + S::kMixBox) + step % S::kLag * S::kRows * kLine;
-  }
-  __device__ __forceinline__ float* square_box(int step) const {
-    return reinterpret_cast<float*>(shared + S::kSquareBox) + step % S::kSlots * S::kRows;
-  }
-  __device__ __forceinline__ bool mixes(int step) const { return step < count; }
-  __device__ __forceinline__ bool collapses(int step) const { return step >= S::kLag && step < count + S::kLag; }
-
-  // Sums the partials of a step over the warps, four rows a thread, into what is sent. What the step did not compute
-  // is summed too, and not sent.
-  __device__ __forceinline__ void reduce(int step) const {
-    constexpr int kQuads = S::kRows / 4;
-    static_assert(kValues * kQuads <= S::kMixThreads);
-    int const item = static_cast<int>(threadIdx.x);
-    if (item < kValues * kQuads) {
-      auto const* const source = reinterpret_cast<float4 const*>(partials(step)) + item;
+// The warp that sums the warps' partial mixes and sends them, a quad of floats a lane, to the blocks that weigh them.
+template <class S>
+__device__ void send_mixes(Block<S> const& block, int lane) {
+  constexpr int kQuads = kLine / 4;
+  constexpr int kItems = S::kRows * kQuads;
+  for (int group = 0; group < block.count; ++group) {
+    cluster::meet<S::kTeam + kWarp>(kMixed + (group & 1));
+    auto const* const source = reinterpret_cast<float4 const*>(block.partials(group));
+    constexpr int kRounds = (kItems + kWarp - 1) / kWarp;
+    float4 sums[kRounds];
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      int const item = min(round * kWarp + lane, kItems - 1);
       float4 sum{0, 0, 0, 0};
 #pragma unroll
       for (int warp = 0; warp < S::kWarps; ++warp) {
-        float4 const part = source[warp * kValues * kQuads];
+        float4 const part = source[warp * kItems + item];
         sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
       }
-      int const value = item / kQuads;
-      int const row = item % kQuads * 4;
-      if (value == kCollapsed) {
-        *reinterpret_cast<float4*>(square_box(step) + row) = sum;
-      } else {
-        float* const target = mix_box(step) + row * kLine + value;
-        target[0] = sum.x, target[kLine] = sum.y, target[2 * kLine] = sum.z, target[3 * kLine] = sum.w;
-      }
+      sums[round] = sum;
     }
-    cluster::arrive<S::kMixThreads + kWarp>(kReduced + step % S::kLag);
-  }
-};
-
-// The warp that sends: mixes of a row to the block that weighs it, squares of the collapse to all blocks, a quad of
-// floats a lane.
-template <class S>
-__device__ void send_sums(Block<S> const& block, CUtensorMap const* streams, int lane) {
-  if (lane == 0) {
-    for (int group = 0; group < min(S::kStages, block.count); ++group) block.load(group, streams);
-  }
-  __syncwarp();
-  constexpr int kQuads = kLine / 4;
-  constexpr int kMixItems = S::kRows * kQuads;
-  constexpr int kRowQuads = S::kRows / 4;
-  for (int step = 0; step < block.count + S::kLag; ++step) {
-    cluster::meet<S::kMixThreads + kWarp>(kReduced + step % S::kLag);
-    // All warps are through with the streams that were collapsed.
-    int const next = step - S::kLag + S::kStages;
-    if (lane == 0 && step >= S::kLag && next < block.count) block.load(next, streams);
-    __syncwarp();
-    if (block.mixes(step)) {
-      auto const* const source = reinterpret_cast<float4 const*>(block.mix_box(step));
-      uint32_t const target = ptx::shared_address(block.received(step) + block.rank * kLine);
-      uint32_t const barrier = block.mixes_here(step);
+    ptx::barrier_arrive(block.mixes_taken(group));
+    ptx::barrier_arrive(block.mixed(group));
+    uint32_t const target = ptx::shared_address(block.received(group) + block.rank * kLine);
+    uint32_t const barrier = block.mixes_here(group);
 #pragma unroll
-      for (int first = 0; first < kMixItems; first += kWarp) {
-        int const item = first + lane;
-        if (kMixItems % kWarp != 0 && item >= kMixItems) break;
-        int const row = item / kQuads;
-        cluster::store(cluster::address_in(target + item % kQuads * 16, row), source[item],
-                       cluster::address_in(barrier, row));
-      }
-    }
-    if (block.collapses(step)) {
-      int const of = step - S::kLag;
-      auto const* const source = reinterpret_cast<float4 const*>(block.square_box(step));
-      uint32_t const target = ptx::shared_address(block.squares(of) + block.rank * S::kRows);
-      uint32_t const barrier = block.squares_here(of);
-#pragma unroll
-      for (int item = lane; item < kCluster * kRowQuads; item += kWarp) {
-        int const peer = item % kCluster;
-        int const quad = item / kCluster;
-        cluster::store(cluster::address_in(target + quad * 16, peer), source[quad], cluster::address_in(barrier, peer));
-      }
+    for (int round = 0; round < kRounds; ++round) {
+      int const item = round * kWarp + lane;
+      if (item >= kItems) break;
+      int const row = item / kQuads;
+      cluster::store(cluster::address_in(target + item % kQuads * 16, row), sums[round],
+                     cluster::address_in(barrier, row));
     }
   }
 }
 
-// Post and comb of the pending rows, one a lane.
+// The warp that starts copies of later groups, and sends squares of the collapse to all blocks.
 template <class S>
-__device__ void balance_pending(Block<S> const& block, int first_group, int pending, int lane) {
-  if (lane >= pending) return;
-  HyperConnectionPreParams const& params = block.params;
-  int64_t const row = block.first_row(first_group + lane) + block.rank;
-  if (row >= params.rows) return;
-  float const* const source = reinterpret_cast<float const*>(block.shared + S::kWaiting) + lane * kPendingPitch;
-  float mix[kMixes];
+__device__ void send_squares(Block<S> const& block, CUtensorMap const* streams, int lane) {
+  for (int group = 0; group < block.count; ++group) {
+    cluster::meet<S::kTeam + kWarp>(kCollapsed + (group & 1));
+    float4 sum{0, 0, 0, 0};
+    if (lane < S::kWarps * S::kRowQuads) sum = reinterpret_cast<float4 const*>(block.own_squares(group))[lane];
+    ptx::barrier_arrive(block.squares_taken(group));
 #pragma unroll
-  for (int value = 0; value < kMixes; ++value) mix[value] = source[value];
+    for (int offset = S::kRowQuads; offset < kWarp; offset *= 2) {
+      sum.x += __shfl_xor_sync(kAllLanes, sum.x, offset);
+      sum.y += __shfl_xor_sync(kAllLanes, sum.y, offset);
+      sum.z += __shfl_xor_sync(kAllLanes, sum.z, offset);
+      sum.w += __shfl_xor_sync(kAllLanes, sum.w, offset);
+    }
+    uint32_t const target = ptx::shared_address(block.squares(group) + block.rank * S::kSourcePitch);
+    uint32_t const barrier = block.squares_here(group);
 #pragma unroll
-  for (int stream = 0; stream < kStreams; ++stream) {
-    float const logit = mix[kStreams + stream] * params.scale[1] + params.base[kStreams + stream];
-    params.post[row * kStreams + stream] = 2.0F * sigmoid(logit);
+    for (int item = lane; item < kCluster * S::kRowQuads; item += kWarp) {
+      int const peer = item / S::kRowQuads;
+      cluster::store(cluster::address_in(target + item % S::kRowQuads * 16, peer), sum,
+                     cluster::address_in(barrier, peer));
+    }
+    cluster::barrier_wait(block.mixed(group), block.stage_parity(group));
+    if (lane == 0) {
+      if (group + S::kStages < block.count) block.load(group + S::kStages, streams);
+      block.expect_weights(group);
+    }
+    __syncwarp();
   }
-  float comb[kStreams][kStreams];
-  balance<kStreams>(params, mix, 1.0F, comb);
+}
+
+// The warp that works out post and comb of weighed rows, one a lane, when 32 of them wait.
+template <class S>
+__device__ void balance_rows(Block<S> const& block, int lane) {
+  if (block.rank >= S::kRows) return;
+  HyperConnectionPreParams const& params = block.params;
+  for (int first = 0; first < block.count; first += kPending) {
+    __syncwarp();
+    cluster::meet<2 * kWarp>(kPendingFull);
+    float const* const source = reinterpret_cast<float const*>(block.shared + S::kWaiting) + lane * kPendingPitch;
+    float mix[kMixes];
 #pragma unroll
-  for (int cell = 0; cell < kStreams * kStreams; ++cell) {
-    params.comb[row * kStreams * kStreams + cell] = comb[cell / kStreams][cell % kStreams];
+    for (int value = kStreams; value < kMixes; ++value) mix[value] = source[value - kStreams];
+    __syncwarp();
+    if (first + kPending < block.count) cluster::arrive<2 * kWarp>(kPendingTaken);
+    int64_t const row = block.first_row(first + lane) + block.rank;
+    if (first + lane >= block.count || row >= params.rows) continue;
+#pragma unroll
+    for (int stream = 0; stream < kStreams; ++stream) {
+      float const logit = mix[kStreams + stream] * params.scale[1] + params.base[kStreams + stream];
+      params.post[row * kStreams + stream] = 2.0F * sigmoid(logit);
+    }
+    float comb[kStreams][kStreams];
+    balance<kStreams>(params, mix, 1.0F, comb);
+#pragma unroll
+    for (int cell = 0; cell < kStreams * kStreams; ++cell) {
+      params.comb[row * kStreams * kStreams + cell] = comb[cell / kStreams][cell % kStreams];
+    }
   }
 }
 
@@ -284,7 +304,6 @@ __device__ void weigh_rows(Block<S> const& block, int lane) {
   float const base = lane < kStreams ? params.base[lane] : 0.0F;
   float const inverse_depth = 1.0F / static_cast<float>(kStreams * S::kHidden);
   float* const pending = reinterpret_cast<float*>(block.shared + S::kWaiting);
-  int waiting = 0;
   for (int group = 0; group < block.count; ++group) {
     cluster::barrier_wait(block.mixes_here(group), block.slot_parity(group));
     if (lane == 0) block.expect_mixes(group);
@@ -302,218 +321,249 @@ __device__ void weigh_rows(Block<S> const& block, int lane) {
       uint32_t const target = ptx::shared_address(block.weights(group) + block.rank);
       cluster::store(cluster::address_in(target, lane), pre, cluster::address_in(block.weights_here(group), lane));
     }
-    if (lane < kMixes) pending[waiting * kPendingPitch + lane] = sum * inverse;
+    int const waiting = group % kPending;
+    if (waiting == 0 && group > 0) cluster::meet<2 * kWarp>(kPendingTaken);
+    if (lane >= kStreams && lane < kMixes) pending[waiting * kPendingPitch + lane - kStreams] = sum * inverse;
     __syncwarp();
-    if (++waiting == kPending || group + 1 == block.count) {
-      balance_pending(block, group + 1 - waiting, waiting, lane);
-      waiting = 0;
-      __syncwarp();
+    if (waiting + 1 == kPending || group + 1 == block.count) cluster::arrive<2 * kWarp>(kPendingFull);
+  }
+}
+
+// fn of the lane's eight channels of a unit, of each stream, for mixes lane / 4 + 8 k, as two bf16 terms (16 bits of
+// mantissa).
+using Terms = uint32_t[kMixRows][kStreams][kVector / 2];
+
+// Two words of low terms in shared memory, where a lane reads what it has written itself.
+__device__ __forceinline__ uint2* low_pair(uint8_t* low, int part, int stream, int at, int lane) {
+  return reinterpret_cast<uint2*>(low + (part * kStreams + stream) * kLowBytes) + at / 2 * kWarp + lane;
+}
+
+template <bool kShared>
+__device__ __forceinline__ void load_terms(float const* fn, int hidden, int channel, int lane, Terms& high, Terms& low,
+                                           uint8_t* shared) {
+#pragma unroll
+  for (int part = 0; part < kMixRows; ++part) {
+#pragma unroll
+    for (int stream = 0; stream < kStreams; ++stream) {
+      float values[kVector];
+      load_floats(fn + (static_cast<int64_t>(lane / 4 + 8 * part) * kStreams + stream) * hidden + channel, values);
+      uint32_t rest[kVector / 2];
+#pragma unroll
+      for (int pair = 0; pair < kVector / 2; ++pair) {
+        uint32_t const rounded = pack_pair(values[2 * pair], values[2 * pair + 1]);
+        float2 const whole = ptx::unpack_bf16(rounded);
+        high[part][stream][pair] = rounded;
+        rest[pair] = pack_pair(values[2 * pair] - whole.x, values[2 * pair + 1] - whole.y);
+        if constexpr (!kShared) low[part][stream][pair] = rest[pair];
+      }
+      if constexpr (kShared) {
+        *low_pair(shared, part, stream, 0, lane) = {rest[0], rest[1]};
+        *low_pair(shared, part, stream, 2, lane) = {rest[2], rest[3]};
+      }
     }
   }
 }
 
-// fn of the lane's channels 2 q and 2 q + 1 of four chunks of eight, of each stream, for mixes lane / 4 + 8 k, as two
-// bf16 terms (16 bits of mantissa).
-template <int kHidden>
-struct Weights {
-  uint32_t high[kMixRows][kStreams][kChunks];
-  uint32_t low[kMixRows][kStreams][kChunks];
-
-  __device__ __forceinline__ void load(float const* fn, int channel, int mix) {
-#pragma unroll
-    for (int part = 0; part < kMixRows; ++part) {
-#pragma unroll
-      for (int stream = 0; stream < kStreams; ++stream) {
-        float const* const source = fn + (static_cast<int64_t>(mix + 8 * part) * kStreams + stream) * kHidden + channel;
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          float2 const pair = __ldg(reinterpret_cast<float2 const*>(source + chunk * kVector));
-          high[part][stream][chunk] = pack_pair(pair.x, pair.y);
-          low[part][stream][chunk] = pack_pair(pair.x - round_bf16(pair.x), pair.y - round_bf16(pair.y));
-        }
-      }
-    }
-  }
-};
-
-// The 32 channels of one warp. Lane (g, q) of a fragment: row g, or mix g + 8 k, and elements 2 q and 2 q + 1.
+// The channels of one warp. A lane has eight (chunk lane % 4) of one row in eight of each unit.
 template <class S>
 struct Slice {
   Block<S> const& block;
   int const warp;
   int const lane;
-  int const group;
   int const quad;
-  int const first;  // channel of the warp
-  Weights<S::kHidden> weights;
+  int const row;      // of a tile; lanes that read shared memory together hold rows four apart, whose banks differ
+  int const channel;  // first of the lane's in the first half
 
-  __device__ Slice(Block<S> const& of)
+  __device__ Slice(Block<S> const& of, int lane_of_warp)
       : block(of),
-        warp(static_cast<int>(threadIdx.x) / kWarp),
-        lane(static_cast<int>(threadIdx.x) % kWarp),
-        group(lane / 4),
+        warp(static_cast<int>(threadIdx.x) / kWarp % (kTeamThreads / kWarp)),
+        lane(lane_of_warp),
         quad(lane % 4),
-        first((block.rank * S::kWarps + warp) * kOwnChannels) {}
+        row(row_of(lane / 4)),
+        channel((block.rank * S::kWarps + warp) * S::kWarpChannels + quad * kVector) {}
 
-  // Address of eight channels of one stream in row lane % 8 of a tile: what a lane gives to load matrices.
-  __device__ __forceinline__ uint32_t source(int of, int tile, int stream, int chunk) const {
-    int const panel = warp * kChunks / kPanelChunks;
-    int const own = warp * kChunks % kPanelChunks + chunk;
-    return ptx::shared_address(block.stage(of)) + panel * S::kPanelSize +
-           (stream * S::kRows + tile * 8 + lane % 8) * kPanelBytes + (own ^ lane % 8) * 16;
+  // The row of a tile that is column `column` of a product.
+  static __device__ __forceinline__ int row_of(int column) { return column % 2 * 4 + column / 2; }
+  static __device__ __forceinline__ constexpr int tile_of(int unit) { return unit / S::kHalves; }
+  static __device__ __forceinline__ constexpr int half_of(int unit) { return unit % S::kHalves; }
+
+  __device__ __forceinline__ uint4 streams(int of, int unit, int stream) const {
+    int const first = warp * S::kWarpChannels / kVector + half_of(unit) * (kUnitChannels / kVector);  // chunk
+    int const offset = first / kPanelChunks * S::kPanelSize +
+                       (stream * S::kRows + tile_of(unit) * 8 + row) * kPanelBytes +
+                       ((first % kPanelChunks + quad) ^ row) * 16;
+    return *reinterpret_cast<uint4 const*>(block.stage(of) + offset);
+  }
+  __device__ __forceinline__ uint8_t* low(int half) const {
+    return block.shared + S::kLow + (warp * S::kHalves + half) * (kMixRows * kStreams * kLowBytes);
   }
 
-  // fn is the A operand: 24 high and 24 low terms are three tiles of 16; rows are the eight columns of B.
-  __device__ __forceinline__ void mix(int step) const {
-    float* const partial = block.partials(step) + warp * kValues * S::kRows;
-    uint32_t const(&high)[kMixRows][kStreams][kChunks] = weights.high;
-    uint32_t const(&low)[kMixRows][kStreams][kChunks] = weights.low;
-#pragma unroll
-    for (int tile = 0; tile < S::kTiles; ++tile) {
-      float sums[3][4] = {};
-      float squares[4] = {};
-#pragma unroll
-      for (int stream = 0; stream < kStreams; ++stream) {
-        uint32_t words[kChunks];
-        ptx::load_matrices(words, source(step, tile, stream, lane / 8));
-#pragma unroll
-        for (int at = 0; at < kChunks; at += 2) {
-          ptx::mma_bf16(sums[0], high[0][stream][at], high[1][stream][at], high[0][stream][at + 1],
-                        high[1][stream][at + 1], words[at], words[at + 1]);
-          ptx::mma_bf16(sums[1], high[2][stream][at], low[0][stream][at], high[2][stream][at + 1],
-                        low[0][stream][at + 1], words[at], words[at + 1]);
-          ptx::mma_bf16(sums[2], low[1][stream][at], low[2][stream][at], low[1][stream][at + 1], low[2][stream][at + 1],
-                        words[at], words[at + 1]);
-          // Rows times rows: their squares are the diagonal.
-          ptx::mma_bf16(squares, words[at], 0, words[at + 1], 0, words[at], words[at + 1]);
-        }
-      }
-      float* const target = partial + group * S::kRows + tile * 8 + quad * 2;
-      *reinterpret_cast<float2*>(target) = {sums[0][0] + sums[1][2], sums[0][1] + sums[1][3]};
-      *reinterpret_cast<float2*>(target + 8 * S::kRows) = {sums[0][2] + sums[2][0], sums[0][3] + sums[2][1]};
-      *reinterpret_cast<float2*>(target + 16 * S::kRows) = {sums[1][0] + sums[2][2], sums[1][1] + sums[2][3]};
-      if (quad == group / 2) {
-        partial[kSquares * S::kRows + tile * 8 + group] = group % 2 == 0 ? squares[0] : squares[1];
-      }
-    }
-  }
-
-  // Weights of the eight rows of a tile as B operands of the collapse, one a stream: depth is the row that a channel is
-  // taken from, columns are rows, so only the diagonal is filled. Two bf16 terms, as fn. `keep` clears what a lane
-  // reads of rows with NaN weights: NaN times the zeros beside the diagonal would spread to other rows.
-  struct Diagonal {
-    uint32_t high[kStreams];
-    uint32_t low[kStreams];
-    uint32_t keep;
+  // Sums of one tile: fn is the A operand: 24 high and 24 low terms are three tiles of 16; rows are the columns of B.
+  struct Sums {
+    float mixes[3][4] = {};
+    // Rows times rows: their squares are the diagonals of the upper half of `even` and the lower one of `odd`.
+    float even[4] = {};
+    float odd[4] = {};
   };
 
-  __device__ __forceinline__ Diagonal diagonal(int of, int tile) const {
-    float4 const* const rows = block.weights(of) + tile * 8;
-    float4 const row = rows[group];
-    float const pre[kStreams] = {row.x, row.y, row.z, row.w};
-    bool const own = group / 2 == quad;
-    bool const odd = group % 2 != 0;
-    Diagonal result;
-    bool lost = false;
+  __device__ __forceinline__ void mix_unit(int of, int unit, Terms const& high, Terms const& kept_low,
+                                           Sums& sums) const {
 #pragma unroll
     for (int stream = 0; stream < kStreams; ++stream) {
-      float const rest = pre[stream] - round_bf16(pre[stream]);
-      lost = lost || isnan(pre[stream]);
-      result.high[stream] = own ? pack_pair(odd ? 0.0F : pre[stream], odd ? pre[stream] : 0.0F) : 0U;
-      result.low[stream] = own ? pack_pair(odd ? 0.0F : rest, odd ? rest : 0.0F) : 0U;
-    }
-    result.keep = ~0U;
-    unsigned const rows_lost = __ballot_sync(kAllLanes, lost);  // four lanes a row
-    if (rows_lost != 0) {
-      result.keep =
-          (rows_lost >> (8 * quad) & 1U ? 0U : 0xffffU) | (rows_lost >> (8 * quad + 4) & 1U ? 0U : 0xffff0000U);
-    }
-    return result;
-  }
-
-  // Channels of the streams, transposed, are the A operand: a product sums two streams of eight rows.
-  __device__ __forceinline__ void collapse(int step) const {
-    int const of = step - S::kLag;
-    float* const partial = block.partials(step) + (warp * kValues + kCollapsed) * S::kRows;
-    cluster::barrier_wait(block.weights_here(of), block.slot_parity(of));
+      uint4 const raw = streams(of, unit, stream);
+      uint32_t const words[kVector / 2] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-    for (int tile = 0; tile < S::kTiles; ++tile) {
-      Diagonal const pre = diagonal(of, tile);
-      uint32_t rounded[kChunks];  // channel g of a chunk, rows 2 q and 2 q + 1
-      float even = 0.0F, odd = 0.0F;
+      for (int at = 0; at < kVector / 2; at += 2) {
+        uint2 low_terms[kMixRows];
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; chunk += 2) {
-        float sums[4] = {};
-#pragma unroll
-        for (int stream = 0; stream < kStreams; stream += 2) {
-          uint32_t a[4];
-          ptx::load_matrices_transposed(a, source(of, tile, stream + lane / 16, chunk + lane / 8 % 2));
-#pragma unroll
-          for (uint32_t& word : a) word &= pre.keep;
-          ptx::mma_bf16(sums, a[0], a[1], a[2], a[3], pre.high[stream], pre.high[stream + 1]);
-          ptx::mma_bf16(sums, a[0], a[1], a[2], a[3], pre.low[stream], pre.low[stream + 1]);
+        for (int part = 0; part < kMixRows; ++part) {
+          if constexpr (S::kLowShared) {
+            low_terms[part] = *low_pair(low(half_of(unit)), part, stream, at, lane);
+          } else {
+            low_terms[part] = {kept_low[part][stream][at], kept_low[part][stream][at + 1]};
+          }
         }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          rounded[chunk + half] = pack_pair(sums[2 * half], sums[2 * half + 1]);
-          float2 const pair = ptx::unpack_bf16(rounded[chunk + half]);
-          even += pair.x * pair.x;
-          odd += pair.y * pair.y;
-        }
+        ptx::mma_bf16(sums.mixes[0], high[0][stream][at], high[1][stream][at], high[0][stream][at + 1],
+                      high[1][stream][at + 1], words[at], words[at + 1]);
+        ptx::mma_bf16(sums.mixes[1], high[2][stream][at], low_terms[0].x, high[2][stream][at + 1], low_terms[0].y,
+                      words[at], words[at + 1]);
+        ptx::mma_bf16(sums.mixes[2], low_terms[1].x, low_terms[2].x, low_terms[1].y, low_terms[2].y, words[at],
+                      words[at + 1]);
+        ptx::mma_bf16_short(sums.even, words[at], words[at + 1], words[at]);
+        ptx::mma_bf16_short(sums.odd, words[at], words[at + 1], words[at + 1]);
       }
-      ptx::store_matrices_transposed(ptx::shared_address(block.kept(of, warp, tile, lane % 8, lane / 8)), rounded);
-      // Sums over the eight lanes of a channel each; lane g ends with row 2 q + g % 2.
-      float square = group % 2 == 0 ? even : odd;
-      square += __shfl_xor_sync(kAllLanes, group % 2 == 0 ? odd : even, 4);
-      square += __shfl_xor_sync(kAllLanes, square, 8);
-      square += __shfl_xor_sync(kAllLanes, square, 16);
-      if (group < 2) partial[tile * 8 + quad * 2 + group] = square;
     }
   }
 
-  __device__ __forceinline__ void finish(int of) const {
-    HyperConnectionPreParams const& params = block.params;
-    float norm[kVector];
-    int const channel = first + quad * kVector;
-    load_weights(params.norm, params.norm_is_float, channel, norm);
-    cluster::barrier_wait(block.squares_here(of), block.slot_parity(of));
+  __device__ __forceinline__ void store_sums(int of, int tile, Sums const& sums) const {
+    int const group = lane / 4;
+    float* const target = block.partials(of) + (warp * S::kRows + tile * 8 + row_of(2 * quad)) * kLine;
+    constexpr int kNext = 4 * kLine;  // from column 2 q to the next
+    float const(&mixes)[3][4] = sums.mixes;
+    float const both[kMixRows][2] = {{mixes[0][0] + mixes[1][2], mixes[0][1] + mixes[1][3]},
+                                     {mixes[0][2] + mixes[2][0], mixes[0][3] + mixes[2][1]},
+                                     {mixes[1][0] + mixes[2][2], mixes[1][1] + mixes[2][3]}};
+#pragma unroll
+    for (int part = 0; part < kMixRows; ++part) {
+      target[part * 8 + group] = both[part][0];
+      target[kNext + part * 8 + group] = both[part][1];
+    }
+    if (quad == group / 2) {
+      target[group % 2 * kNext + kSquares] = group % 2 == 0 ? sums.even[0] + sums.odd[2] : sums.even[1] + sums.odd[3];
+    }
+  }
+
+  __device__ __forceinline__ void mix(int of, Terms const (&high)[S::kHalves], Terms const& kept_low) const {
+    cluster::barrier_wait(block.loaded(of), block.stage_parity(of));
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
-      float const* const source = block.squares(of) + quad * (kCluster / 4) * S::kRows + tile * 8 + group;
+      Sums sums;
+#pragma unroll
+      for (int half = 0; half < S::kHalves; ++half) mix_unit(of, tile * S::kHalves + half, high[half], kept_low, sums);
+      if (tile == 0 && of >= 2) cluster::barrier_wait(block.mixes_taken(of), block.taken_parity(of - 2));
+      store_sums(of, tile, sums);
+    }
+    cluster::arrive<S::kTeam + kWarp>(kMixed + (of & 1));
+  }
+
+  // The weighted sum of the streams of each unit, as bf16, and the squares of what it gives.
+  __device__ __forceinline__ void collapse(int of, uint4 (&rounded)[kUnits]) const {
+    cluster::barrier_wait(block.loaded(of), block.stage_parity(of));
+    cluster::barrier_wait(block.weights_here(of), block.slot_parity(of));
+    float squares[S::kTiles] = {};
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      float4 const weight = block.weights(of)[tile_of(unit) * 8 + row];
+      float const weights[kStreams] = {weight.x, weight.y, weight.z, weight.w};
+      float sums[kVector] = {};
+#pragma unroll
+      for (int stream = 0; stream < kStreams; ++stream) {
+        float values[kVector];
+        unpack_bf16(streams(of, unit, stream), values);
+#pragma unroll
+        for (int at = 0; at < kVector; ++at) sums[at] = fmaf(weights[stream], values[at], sums[at]);
+      }
+      rounded[unit] = pack_bf16(sums);
+#pragma unroll
+      for (float const value : sums) squares[tile_of(unit)] = fmaf(value, value, squares[tile_of(unit)]);
+    }
+#pragma unroll
+    for (float& square : squares) square = lane_sum<4>(square);
+    if (of >= 2) cluster::barrier_wait(block.squares_taken(of), block.taken_parity(of - 2));
+    float* const partial = block.own_squares(of) + warp * S::kRows + row;
+#pragma unroll
+    for (int tile = 0; tile < S::kTiles; ++tile) {
+      if (quad == tile) partial[tile * 8] = squares[tile];
+    }
+    cluster::arrive<S::kTeam + kWarp>(kCollapsed + (of & 1));
+  }
+
+  __device__ __forceinline__ void finish(int of, uint4 const (&rounded)[kUnits],
+                                         float const (&norm)[S::kHalves][kVector]) const {
+    HyperConnectionPreParams const& params = block.params;
+    cluster::barrier_wait(block.squares_here(of), block.square_parity(of));
+    if (warp == 0 && lane == 0) block.expect_squares(of);
+#pragma unroll
+    for (int tile = 0; tile < S::kTiles; ++tile) {
+      float const* const source = block.squares(of) + quad * S::kSourcePitch + tile * 8 + row;
       float square = 0.0F;
 #pragma unroll
-      for (int part = 0; part < kCluster / 4; ++part) square += source[part * S::kRows];
+      for (int part = 0; part < kCluster; part += 4) square += source[part * S::kSourcePitch];
       float const inverse = rsqrtf(lane_sum<4>(square) / static_cast<float>(S::kHidden) + params.norm_eps);
-      float values[kVector];
-      unpack_bf16(*reinterpret_cast<uint4 const*>(block.kept(of, warp, tile, group, quad)), values);
+      int64_t const at = block.first_row(of) + tile * 8 + row;
+      auto* const out = static_cast<__nv_bfloat16*>(params.normed) + at * S::kHidden + channel;
 #pragma unroll
-      for (int slot = 0; slot < kVector; ++slot) values[slot] = norm[slot] * (values[slot] * inverse);
-      int64_t const row = block.first_row(of) + tile * 8 + group;
-      auto* const out = static_cast<__nv_bfloat16*>(params.normed) + row * S::kHidden + channel;
-      if (row < params.rows) *reinterpret_cast<uint4*>(out) = pack_bf16(values);
+      for (int half = 0; half < S::kHalves; ++half) {
+        float values[kVector];
+        unpack_bf16(rounded[tile * S::kHalves + half], values);
+#pragma unroll
+        for (int slot = 0; slot < kVector; ++slot) values[slot] = norm[half][slot] * (values[slot] * inverse);
+        if (at < params.rows) *reinterpret_cast<uint4*>(out + half * kUnitChannels) = pack_bf16(values);
+      }
     }
   }
 };
 
+// fn is asked for before the cluster meets, and most of the streams after that: it would have to wait for them.
 template <class S>
-__device__ void walk_groups(Block<S> const& block) {
-  Slice<S> slice(block);
-  slice.weights.load(block.params.fn, slice.first + slice.quad * 2, slice.group);
-  for (int step = 0; step < block.count + S::kFinishLag; ++step) {
-    bool const mixes = block.mixes(step);
-    bool const collapses = block.collapses(step);
-    if (mixes) {
-      cluster::barrier_wait(block.loaded(step), step / S::kStages & 1);
-      slice.mix(step);
+__device__ void mix_groups(Block<S> const& block, int lane) {
+  Slice<S> const slice(block, lane);
+  Terms high[S::kHalves];
+  Terms low;
+  bool const works = slice.warp < S::kWarps;
+  if (works) {
+#pragma unroll
+    for (int half = 0; half < S::kHalves; ++half) {
+      load_terms<S::kLowShared>(block.params.fn, S::kHidden, slice.channel + half * kUnitChannels, lane, high[half],
+                                low, slice.low(half));
     }
-    if (collapses) slice.collapse(step);
-    cluster::meet<S::kMixThreads>(kMeet);
-    if (threadIdx.x == 0 && collapses) block.expect_weights(step - S::kLag);
-    if (step < block.count + S::kLag) block.reduce(step);
-    if (step >= S::kFinishLag) {
-      slice.finish(step - S::kFinishLag);
-      if (threadIdx.x == 0) block.expect_squares(step - S::kFinishLag);
+  }
+  cluster::meet_all();
+  if (!works) return;
+  for (int group = 0; group < block.count; ++group) slice.mix(group, high, low);
+}
+
+// A group's norm needs its squares of all blocks: until they are there, the next group is collapsed.
+template <class S>
+__device__ void collapse_groups(Block<S> const& block, int lane) {
+  Slice<S> const slice(block, lane);
+  float norm[S::kHalves][kVector];
+  bool const works = slice.warp < S::kWarps;
+  if (works) {
+#pragma unroll
+    for (int half = 0; half < S::kHalves; ++half) {
+      load_weights(block.params.norm, block.params.norm_is_float, slice.channel + half * kUnitChannels, norm[half]);
     }
+  }
+  cluster::meet_all();
+  if (!works) return;
+  uint4 before[kUnits] = {};
+  for (int group = 0; group <= block.count; ++group) {
+    uint4 rounded[kUnits] = {};
+    if (group < block.count) slice.collapse(group, rounded);
+    if (group > 0) slice.finish(group - 1, before, norm);
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) before[unit] = rounded[unit];
   }
 }
 
@@ -523,16 +573,38 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                     __grid_constant__ CUtensorMap const streams, int groups) {
   extern __shared__ __align__(kStageAlignment) uint8_t one_pass_memory[];
   Block<S> const block(params, one_pass_memory, groups);
-  block.prepare();
   int const lane = static_cast<int>(threadIdx.x) % kWarp;
-  if (threadIdx.x < S::kMixThreads) {
-    walk_groups(block);
-  } else if (threadIdx.x < S::kMixThreads + kWarp) {
-    send_sums(block, &streams, lane);
+  if (threadIdx.x < kTeamThreads) {
+    ptx::claim_registers<kMixRegisters>();
+    mix_groups(block, lane);
+  } else if (threadIdx.x < 2 * kTeamThreads) {
+    ptx::release_registers<kCollapseRegisters>();
+    collapse_groups(block, lane);
   } else {
-    weigh_rows(block, lane);
+    ptx::release_registers<kOtherRegisters>();
+    int const role = static_cast<int>(threadIdx.x - 2 * kTeamThreads) / kWarp;
+    if (role == 0 && lane == 0) {
+      block.prepare();
+      for (int group = 0; group < min(kEarlyGroups, block.count); ++group) block.load(group, &streams);
+    }
+    __syncwarp();
+    cluster::meet_all();
+    if (role == 0 && lane == 0) {
+      for (int group = kEarlyGroups; group < min(S::kStages, block.count); ++group) block.load(group, &streams);
+    }
+    __syncwarp();
+    if (role == 0) {
+      send_squares(block, &streams, lane);
+    } else if (role == 1) {
+      send_mixes(block, lane);
+    } else if (role == 2) {
+      weigh_rows(block, lane);
+    } else {
+      balance_rows(block, lane);
+    }
+    __syncwarp();
   }
-  cluster::synchronise();  // no block may go while another writes to it
+  cluster::meet_all();  // no block may go while another writes to it
 }
 
 // Clusters that run at once: asked of the driver once a device; 0 where such clusters do not exist.
@@ -604,6 +676,7 @@ Status launch(HyperConnectionPreParams const& params, cudaStream_t stream) {
 Status hyper_connection_one_pass(HyperConnectionPreParams const& params, cudaStream_t stream) {
   REDKNOT_SUPPORTED(!params.head && params.stream_count == kStreams);
   if (params.hidden == Flash::kHidden) return launch<Flash>(params, stream);
+  if (params.hidden == Pro::kHidden) return launch<Pro>(params, stream);
   return Status::kUnsupported;
 }
 

@@ -1,12 +1,13 @@
-// Rows of 4096 channels run in one pass (one_pass.cu). Others, and the head, take three kernels: the mixes (streams x
-// fn, split over the long axis, on tensor cores; each block keeps its slice of fn in shared memory and streams rows
-// past it), their weights (Sinkhorn, a row a thread), then the collapse with its norm, from the last row back, so that
-// the streams read last by the first kernel are still in L2.
+// A few rows run by themselves (few_rows.cu), rows of 4096 and 7168 channels in one pass (one_pass.cu). Others, and the
+// head of many rows, take three kernels: the mixes (streams x fn, split over the long axis, on tensor cores; each block
+// keeps its slice of fn in shared memory and streams rows past it), their weights (Sinkhorn, a row a thread), then the
+// collapse with its norm, from the last row back, so that the streams read last by the first kernel are still in L2.
 
 #include <algorithm>
 
 #include "common/check.h"
 #include "common/vector.cuh"
+#include "kernels/hyper_connection/few_rows.h"
 #include "kernels/hyper_connection/launch.h"
 #include "kernels/hyper_connection/one_pass.h"
 #include "kernels/hyper_connection/weights.cuh"
@@ -340,6 +341,8 @@ Status hyper_connection_pre(HyperConnectionPreParams const& params, cudaStream_t
                   Status::kMisaligned);
   size_t const needed = hyper_connection_pre_workspace(params.rows, params.stream_count, params.hidden);
   REDKNOT_REQUIRE(params.workspace_bytes >= needed, Status::kWorkspaceTooSmall);
+  Status const few = hyper_connection_few_rows(params, stream);
+  REDKNOT_REQUIRE(few == Status::kUnsupported, few);
   Status const one_pass = hyper_connection_one_pass(params, stream);
   REDKNOT_REQUIRE(one_pass == Status::kUnsupported, one_pass);
   return params.stream_count == 4 ? launch_streams<4>(params, stream) : launch_streams<2>(params, stream);

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kAlignment = 256;
 constexpr int kMaxSelected = 1024;
+constexpr int64_t kEnoughBlocks = 132;  // multiprocessors of the largest supported GPU
 
 int64_t round_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 int64_t key_bytes(int64_t entries) { return round_up(entries * kIndexDim) + round_up(entries * 4); }
@@ -28,6 +29,14 @@ Status check(LightningIndexerParams const& op) {
   return Status::kSuccess;
 }
 
+// Few rows spread over the GPU by stretches: one of all entries would be walked by a single block.
+int32_t stretch_for(int64_t entries, int64_t row_blocks) {
+  constexpr int64_t kPair = 2 * kTileKeys;  // both warpgroups of a block have a tile
+  int64_t const even = entries * row_blocks / kEnoughBlocks;
+  int64_t const whole = (even + kPair - 1) / kPair * kPair;
+  return static_cast<int32_t>(whole < kLeastStretch ? kLeastStretch : whole > kMostStretch ? kMostStretch : whole);
+}
+
 template <bool kFp8>
 Status score_and_select(Scoring scoring, int rows_at_a_time, cudaStream_t stream) {
   LightningIndexerParams const& op = scoring.op;
@@ -35,15 +44,15 @@ Status score_and_select(Scoring scoring, int rows_at_a_time, cudaStream_t stream
                 kSelectBytes = static_cast<int>(sizeof(SelectShared));
   REDKNOT_CUDA(cudaFuncSetAttribute(score_kernel<kFp8>, cudaFuncAttributeMaxDynamicSharedMemorySize, kScoreBytes));
   REDKNOT_CUDA(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSelectBytes));
-  int64_t const stretches = (op.entries + kStretch - 1) / kStretch;
   for (int row = 0; row < op.rows; row += rows_at_a_time) {
     scoring.first_row = row;
     scoring.rows = op.rows - row < rows_at_a_time ? op.rows - row : rows_at_a_time;
-    if (stretches > 0) {
-      dim3 const grid(static_cast<unsigned>((scoring.rows + kRows - 1) / kRows), static_cast<unsigned>(stretches));
-      score_kernel<kFp8><<<grid, 256, kScoreBytes, stream>>>(scoring);
-      REDKNOT_LAUNCHED();
-    }
+    int64_t const row_blocks = (scoring.rows + kRows - 1) / kRows;
+    scoring.stretch = stretch_for(op.entries, row_blocks);
+    int64_t const stretches = (op.entries + scoring.stretch - 1) / scoring.stretch;
+    dim3 const grid(static_cast<unsigned>(row_blocks), static_cast<unsigned>(stretches));
+    score_kernel<kFp8><<<grid, 256, kScoreBytes, stream>>>(scoring);
+    REDKNOT_LAUNCHED();
     select_kernel<<<static_cast<unsigned>(scoring.rows), kSelectThreads, kSelectBytes, stream>>>(scoring);
     REDKNOT_LAUNCHED();
   }
@@ -75,7 +84,7 @@ Status lightning_indexer(LightningIndexerParams const& op, cudaStream_t stream) 
   auto* const codes = static_cast<uint8_t*>(op.workspace);
   auto* const scales = reinterpret_cast<float*>(codes + indexer::round_up(op.entries * kIndexDim));
   auto* const scores = reinterpret_cast<float*>(codes + indexer::key_bytes(op.entries));
-  indexer::Scoring scoring{op, codes, scales, scores, 0, 0};
+  indexer::Scoring scoring{op, codes, scales, scores, 0, 0, 0};
   if (!op.fp8) {
     scoring.keys = static_cast<uint8_t const*>(op.keys);
     return indexer::score_and_select<false>(scoring, rows_at_a_time, stream);

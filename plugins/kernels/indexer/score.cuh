@@ -19,8 +19,9 @@ namespace redknot::indexer {
 inline constexpr int kRows = 4;
 inline constexpr int kTileKeys = 64;
 inline constexpr int kStages = 4;
-inline constexpr int kStretch = 16384;  // entries of the pool that one block scores
-inline constexpr int kHalfRope = 32;    // rotated pairs
+inline constexpr int kMostStretch = 16384;  // entries of the pool that one block scores
+inline constexpr int kLeastStretch = 4 * kTileKeys;
+inline constexpr int kHalfRope = 32;  // rotated pairs
 // 1 / sqrt(heads) / sqrt(dim). Applied to whole sums: sums that are exact stay so, and equal scores stay equal.
 inline constexpr float kFactor = 0.125f * 0.08838834764831845f;
 // Codes of q are at most 448 / 512, so that products with 128 codes of up to 448 fit fp16. What e4m3 then loses is
@@ -34,6 +35,7 @@ struct Scoring {
   float* scores;            // [rows of this launch, entries]: entry e of a row's sequence at column e
   int32_t first_row;
   int32_t rows;
+  int32_t stretch;  // entries of the pool that one block scores
 };
 
 template <bool kFp8>
@@ -217,14 +219,29 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
   int const thread = threadIdx.x % 128, group = threadIdx.x / 128, lane = threadIdx.x % 32, warp = thread / 32;
   int const g = lane / 4, t = lane % 4;
   int const block_row = blockIdx.x * kRows, rows = min(kRows, s.rows - block_row);
-  int64_t const low = int64_t{blockIdx.y} * kStretch, high = min(low + kStretch, s.op.entries);
+  int64_t const low = int64_t{blockIdx.y} * s.stretch, high = min(low + s.stretch, s.op.entries);
   int64_t const* spans = s.op.row_segments + 2 * (int64_t{s.first_row} + block_row);
   int64_t first_segment = s.op.segment_count, last_segment = 0;
   for (int row = 0; row < rows; ++row) {
     first_segment = min(first_segment, max(int64_t{0}, __ldg(spans + 2 * row)));
     last_segment = max(last_segment, min(int64_t{s.op.segment_count}, __ldg(spans + 2 * row + 1)));
   }
-  for (int64_t segment = first_segment; segment < last_segment; ++segment) {
+  // From the first to the last of them that has entries in this stretch, found 32 at a time: one by one, a short
+  // stretch would wait for their numbers longer than it works.
+  int64_t first_met = last_segment, last_met = first_segment;
+  for (int64_t first = first_segment; first < last_segment; first += 32) {
+    bool meets = false;
+    if (first + lane < last_segment) {
+      int64_t const* columns = s.op.segments + 5 * (first + lane);
+      int64_t const offset = __ldg(columns + 3);
+      meets = max(low, offset) < min(high, offset + __ldg(columns + 4));
+    }
+    unsigned const met = __ballot_sync(~0u, meets);
+    if (met == 0) continue;
+    first_met = min(first_met, first + __ffs(static_cast<int>(met)) - 1);
+    last_met = first + 32 - __clz(static_cast<int>(met));
+  }
+  for (int64_t segment = first_met; segment < last_met; ++segment) {
     int64_t const* columns = s.op.segments + 5 * segment;
     int64_t const start = __ldg(columns), offset = __ldg(columns + 3), count = __ldg(columns + 4);
     int64_t const begin = max(low, offset);
@@ -252,12 +269,13 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
     }
     wgmma::publish();
     __syncthreads();
-    // The row whose scores this lane writes, and where its sequence begins.
-    bool const writes =
+    // The row whose scores this lane writes, and where its sequence begins: never after the segment's entries.
+    bool writes =
         t < rows && __ldg(spans + 2 * min(t, rows - 1)) <= segment && segment < __ldg(spans + 2 * min(t, rows - 1) + 1);
     float* out = nullptr;
     if (writes) {
       int64_t const first_entry = __ldg(s.op.segments + 5 * max(int64_t{0}, __ldg(spans + 2 * t)) + 3);
+      writes = first_entry >= 0 && first_entry <= begin;
       out = s.scores + (int64_t{block_row} + t) * s.op.entries - first_entry;
     }
     int const tiles = static_cast<int>((end - begin + kTileKeys - 1) / kTileKeys);

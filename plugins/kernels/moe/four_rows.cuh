@@ -4,9 +4,9 @@
 //
 // Eight lanes hold a row, each up to 64 of its experts. Scores are worked out twice: for all experts to about 2e-4, in
 // as few instructions as that takes, and exactly for those that can be among the chosen. The sixth best (top_k-th) of
-// 16 maxima over parts of the row bounds the top_k-th best expert from below, so few experts remain. A warp whose rows
-// have NaN, fewer finite maxima than choices, or more candidates than fit (very many equal scores) routes its rows one
-// by one, the general way.
+// 32 maxima over parts of the row bounds the top_k-th best expert from below, so few experts remain: seldom more than
+// lanes. A warp whose rows have NaN, fewer finite maxima than choices, or more candidates than fit (very many equal
+// scores) routes its rows one by one, the general way.
 
 #include "kernels/moe/router.cuh"
 
@@ -14,7 +14,8 @@ namespace redknot::router {
 
 inline constexpr int kLanes = 8;  // of a row, and the most experts a row chooses
 inline constexpr int kTeams = kWarp / kLanes;
-inline constexpr int kCandidates = 16;
+inline constexpr int kCandidates = 2 * kLanes;
+inline constexpr int kParts = 4;  // of a lane's experts, whose maxima bound the choice
 // Twice what approximate_score can be away from the exact one, for scores up to 1024.
 inline constexpr float kMargin = 5e-4F;
 inline constexpr float kRelativeMargin = 4e-6F;
@@ -59,7 +60,7 @@ __device__ __forceinline__ int expert_of(int item, int lane) {
 }
 
 // What the lanes of a row tell each other.
-struct Team {
+struct alignas(16) Team {
   uint64_t keys[kCandidates];  // larger is chosen first: score + bias, then the lower expert
   float scores[kCandidates];
   int experts[kCandidates];
@@ -102,69 +103,88 @@ __device__ __forceinline__ void load_values(Logit const* logits, float const* bi
   }
 }
 
-// What the top_k-th best value of the row is at least: that of 16 maxima. NaN where a value is.
+// What the top_k-th best value of the row is at least: that of 8 x kParts maxima. NaN where a value is.
 template <int kItems>
 __device__ __forceinline__ float lower_bound(float const (&values)[kItems], int top_k) {
-  float low = values[0], high = values[1];
+  float parts[kParts];
 #pragma unroll
-  for (int item = 2; item < kItems; item += 2) {
-    low = maximum(low, values[item]);
-    high = maximum(high, values[item + 1]);
+  for (int item = 0; item < kItems; ++item) {
+    parts[item % kParts] = item < kParts ? values[item] : maximum(parts[item % kParts], values[item]);
   }
   float bound = 0.0F;
+#pragma unroll
   for (int rank = 0; rank < top_k; ++rank) {
-    bound = maximum(low, high);
+    bound = parts[0];
+#pragma unroll
+    for (int part = 1; part < kParts; ++part) bound = maximum(bound, parts[part]);
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) {
       bound = maximum(bound, __shfl_xor_sync(kAllLanes, bound, offset));
     }
-    low = low == bound ? -INFINITY : low;
-    high = high == bound ? -INFINITY : high;
+#pragma unroll
+    for (float& part : parts) part = part == bound ? -INFINITY : part;
   }
   return bound;
 }
 
 // Chooses among the `total` experts that the team lists, by their exact scores, and writes the row.
 template <typename Logit>
-__device__ __forceinline__ void choose(RouteLearnedParams const& params, Team& team, Logit const* logits, int total,
-                                       int lane, int64_t row, bool exists) {
+__device__ __forceinline__ void choose(RouteLearnedParams const& params, int top_k, Team& team, Logit const* logits,
+                                       int total, int lane, int64_t row, bool exists) {
   int const most = static_cast<int>(__reduce_max_sync(kAllLanes, static_cast<unsigned>(total)));
-  for (int own = lane; own < most; own += kLanes) {
-    if (own >= total) continue;
-    int const expert = team.experts[own];
-    float const score = square_root(softplus(to_float(logits[expert])));
-    uint32_t const order = ordered(score + __ldg(params.bias + expert));
-    team.keys[own] = static_cast<uint64_t>(order) << 32 | ~static_cast<uint32_t>(expert);
-    team.scores[own] = score;
+  uint64_t keys[2] = {};
+  float scores[2];
+  int experts[2];
+#pragma unroll
+  for (int round = 0; round < 2; ++round) {
+    int const own = round * kLanes + lane;
+    if (round * kLanes < most) {
+      bool const mine = own < total;
+      int const expert = mine ? team.experts[own] : 0;
+      float const score = square_root(softplus(to_float(logits[expert])));
+      uint32_t const order = ordered(score + __ldg(params.bias + expert));
+      keys[round] = mine ? static_cast<uint64_t>(order) << 32 | ~static_cast<uint32_t>(expert) : 0;
+      scores[round] = score;
+      experts[round] = expert;
+      team.keys[own] = keys[round];
+    }
   }
   __syncwarp();
-  for (int own = lane; own < most; own += kLanes) {
-    if (own >= total) continue;
-    uint64_t const key = team.keys[own];
-    int rank = 0;
-    for (int other = 0; other < total; ++other) rank += team.keys[other] > key ? 1 : 0;
-    if (rank >= params.top_k) continue;
-    team.chosen_scores[rank] = team.scores[own];
-    team.chosen_experts[rank] = team.experts[own];
+  int ranks[2] = {};
+  for (int other = 0; other < most; other += 2) {
+    ulonglong2 const rivals = *reinterpret_cast<ulonglong2 const*>(team.keys + other);
+#pragma unroll
+    for (int round = 0; round < 2; ++round) {
+      ranks[round] += rivals.x > keys[round] ? 1 : 0;
+      ranks[round] += rivals.y > keys[round] ? 1 : 0;
+    }
+  }
+#pragma unroll
+  for (int round = 0; round < 2; ++round) {
+    if (round * kLanes + lane < total && ranks[round] < top_k) {
+      team.chosen_scores[ranks[round]] = scores[round];
+      team.chosen_experts[ranks[round]] = experts[round];
+    }
   }
   __syncwarp();
   // Heaviest first by score, not by score + bias; stable, so equal scores keep the order they were chosen in.
   float const score = team.chosen_scores[lane];
   int const expert = team.chosen_experts[lane];
   int position = 0;
-  for (int other = 0; other < params.top_k; ++other) {
+#pragma unroll
+  for (int other = 0; other < top_k; ++other) {
     float const rival = __shfl_sync(kAllLanes, score, other, kLanes);
     position += rival > score || (rival == score && other < lane) ? 1 : 0;
   }
   __syncwarp();
-  if (lane < params.top_k) {
+  if (lane < top_k) {
     team.chosen_scores[position] = score;
     team.chosen_experts[position] = expert;
   }
   __syncwarp();
   float const tau = params.tau_cell == nullptr ? params.tau : __ldg(params.tau_cell);
-  write_row<kLanes>(params.top_k, team.chosen_experts[lane], team.chosen_scores[lane], tau, params.scale,
-                    row * params.top_k, exists, params.ids, params.weights);
+  write_row<kLanes>(top_k, team.chosen_experts[lane], team.chosen_scores[lane], tau, params.scale, row * top_k, exists,
+                    params.ids, params.weights);
 }
 
 template <int kItems>
@@ -174,9 +194,11 @@ __device__ __noinline__ void route_one_by_one(RouteLearnedParams const& params, 
   }
 }
 
-template <typename Logit, int kItems, bool kWhole>
+// kTopK: how many are chosen, 0 where the compiler does not know.
+template <int kTopK, typename Logit, int kItems, bool kWhole>
 __global__ void __launch_bounds__(kThreads) four_rows_kernel(__grid_constant__ RouteLearnedParams const params) {
   constexpr int kBits = 32;
+  int const top_k = kTopK > 0 ? kTopK : params.top_k;
   __shared__ Team teams[kThreads / kLanes];
   Team& team = teams[threadIdx.x / kLanes];
   int const lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -188,7 +210,7 @@ __global__ void __launch_bounds__(kThreads) four_rows_kernel(__grid_constant__ R
 
   float values[kItems];
   load_values<Logit, kItems, kWhole>(logits, params.bias, params.experts, lane, values);
-  float bound = lower_bound(values, params.top_k);
+  float bound = lower_bound(values, top_k);
   bool const bounded = isfinite(bound);
   bound -= kMargin + kRelativeMargin * fabsf(bound);
   uint32_t above[kItems / kBits] = {};  // the first item is the highest bit
@@ -221,7 +243,7 @@ __global__ void __launch_bounds__(kThreads) four_rows_kernel(__grid_constant__ R
     }
   }
   __syncwarp();
-  choose(params, team, logits, total, lane, row, own < params.rows);
+  choose(params, top_k, team, logits, total, lane, row, own < params.rows);
 }
 
 }  // namespace redknot::router

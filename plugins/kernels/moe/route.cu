@@ -58,11 +58,14 @@ unsigned blocks(int64_t rows) { return static_cast<unsigned>((rows + kThreads / 
 
 template <typename Logit, int kItems>
 void launch_four_rows(RouteLearnedParams const& params, cudaStream_t stream) {
+  constexpr int kUsual = 6;  // of both geometries of DeepSeek-V4
   unsigned const grid = blocks((params.rows + router::kTeams - 1) / router::kTeams);
-  if (params.experts == kItems * router::kLanes) {
-    router::four_rows_kernel<Logit, kItems, true><<<grid, kThreads, 0, stream>>>(params);
+  if (params.top_k != kUsual) {
+    router::four_rows_kernel<0, Logit, kItems, false><<<grid, kThreads, 0, stream>>>(params);
+  } else if (params.experts == kItems * router::kLanes) {
+    router::four_rows_kernel<kUsual, Logit, kItems, true><<<grid, kThreads, 0, stream>>>(params);
   } else {
-    router::four_rows_kernel<Logit, kItems, false><<<grid, kThreads, 0, stream>>>(params);
+    router::four_rows_kernel<kUsual, Logit, kItems, false><<<grid, kThreads, 0, stream>>>(params);
   }
 }
 

@@ -18,7 +18,9 @@ from trt_redknot.ops.reference import attention as reference
 TOLERANCE = 6e-3
 ROW_TOLERANCE = 3e-2
 SEEDS = st.integers(0, 2**31)
-HEADS = st.sampled_from([(1, 0), (1, 1), (1, 3), (1, 7), (2, 14), (8, 56), (16, 112), (0, 8), (3, 2)])
+HEADS = st.sampled_from(
+    [(1, 0), (1, 1), (1, 3), (1, 7), (2, 14), (8, 56), (16, 112), (0, 8), (3, 2), (33, 0), (36, 44), (64, 8)]
+)
 LENGTHS = st.one_of(st.integers(0, 9), st.integers(1, 300), st.integers(300, 900))
 SEQUENCES = st.lists(st.lists(LENGTHS, min_size=1, max_size=6).map(tuple), min_size=1, max_size=3).map(tuple)
 TYPICAL = settings(
@@ -117,21 +119,48 @@ def test_many_segments_and_many_rows(packed: bool, top_k: int | None) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("heads", [(1, 7), (8, 56)])
 @settings(deadline=None, max_examples=6)
 @given(seed=SEEDS, exponent=st.sampled_from([-40, -20, 0, 2]))
-def test_scales_far_from_one(seed: int, exponent: int) -> None:
+def test_scales_far_from_one(heads: tuple[int, int], seed: int, exponent: int) -> None:
     layout = Layout(sequences=((700, 300),), ratio=4)
     case = attention_case(
-        layout, [(0, torch.arange(900, 950))], full_rows=50, heads=(1, 7), top_k=128, packed=True, device="cuda",
+        layout, [(0, torch.arange(900, 950))], full_rows=50, heads=heads, top_k=128, packed=True, device="cuda",
         seed=seed, magnitude=2.0**exponent,
     )  # fmt: skip
     assert_matches(case)
 
 
 @needs_gpu
-def test_the_same_inputs_give_the_same_bits() -> None:
+@pytest.mark.parametrize("exponent", [24, 60])
+def test_large_scales_with_many_heads(exponent: int) -> None:
     case = attention_case(
-        Layout(sequences=((3000, 1500),), ratio=4), [(0, torch.arange(4000, 4400))], full_rows=400, heads=(2, 14),
+        Layout(sequences=((700, 300),), ratio=4), [(0, torch.arange(900, 950))], full_rows=50, heads=(8, 56),
+        top_k=128, packed=True, device="cuda", seed=int(torch.randint(2**31, ())), magnitude=2.0**exponent,
+    )  # fmt: skip
+    small = {name: getattr(case, name) * 2.0**-exponent for name in ("q_global", "q_local")}
+    assert_matches(AttentionCase(**{**case.__dict__, **small}))
+
+
+@needs_gpu
+def test_a_code_that_is_nan_spoils_the_rows_that_see_it() -> None:
+    case = attention_case(
+        Layout(sequences=((500,),), ratio=0), [(0, torch.arange(100, 400))], full_rows=300, heads=(8, 56), top_k=None,
+        packed=True, device="cuda", seed=3,
+    )  # fmt: skip
+    case.latents[200, 5] = 0x7F  # of position 200, which rows 100 to 227 see
+    for output in found(case, 128):
+        spoilt = output.isnan().flatten(1).any(1)
+        assert spoilt[100:228].all()
+        assert not spoilt[:100].any()
+        assert not spoilt[228:].any()
+
+
+@needs_gpu
+@pytest.mark.parametrize("heads", [(2, 14), (16, 112)])
+def test_the_same_inputs_give_the_same_bits(heads: tuple[int, int]) -> None:
+    case = attention_case(
+        Layout(sequences=((3000, 1500),), ratio=4), [(0, torch.arange(4000, 4400))], full_rows=400, heads=heads,
         top_k=512, packed=True, device="cuda", seed=int(torch.randint(2**31, ())),
     )  # fmt: skip
     first = found(case, 128)

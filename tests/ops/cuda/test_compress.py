@@ -22,7 +22,12 @@ TYPICAL = settings(deadline=None, max_examples=20)
 EPS = 1e-6
 # bf16 after the norm and after the rotation: each adds at most 2^-8.
 TOLERANCE = 8e-3
-SHAPES = st.sampled_from([(4, 2, 512), (4, 2, 128), (128, 1, 512), (128, 1, 128), (3, 2, 64), (1, 1, 8), (7, 1, 1024)])
+SHAPES = st.sampled_from(
+    [
+        (4, 2, 512), (4, 2, 256), (4, 2, 1024), (4, 2, 128), (128, 1, 512), (128, 1, 128), (3, 2, 64), (1, 1, 8),
+        (7, 1, 1024),
+    ]
+)  # fmt: skip
 
 
 def expected(case: CompressCase, rope: torch.Tensor) -> torch.Tensor:
@@ -49,6 +54,36 @@ def test_entries_equal_the_reference(
     if width > 64:
         assert torch.equal(run(case, rope, RowFormat.PACKED_LATENT), pack_latents(found, 64))
     assert torch.equal(run(case, rope, RowFormat.PACKED_ROW), pack_rows(found))
+
+
+@needs_gpu
+@TYPICAL
+@given(tokens=st.integers(1, 700), width=st.sampled_from([256, 512, 1024]), float_weights=st.booleans(), seed=SEEDS)
+def test_windows_with_holes_lie_beside_whole_ones(tokens: int, width: int, float_weights: bool, seed: int) -> None:
+    """Whole windows of the model's shape are pooled without tests of their slots; these have some absent."""
+    case = compress_case(tokens, 4, 2, width, seed=seed, device="cuda", float_weights=float_weights)
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    holes = torch.rand(case.table.slots.shape, generator=generator, device="cuda") < 0.05
+    holes[:, 4] = False  # every window keeps its first token
+    case.table.slots[holes] = -1
+    rope = random_rope(1024, 64).to("cuda")
+    assert relative_error(run(case, rope), expected(case, rope)) < TOLERANCE
+
+
+@needs_gpu
+@pytest.mark.parametrize("width", [256, 512, 1024])
+def test_gates_that_are_not_finite_stay_in_their_channel(width: int) -> None:
+    case = compress_case(24, 4, 2, width, seed=4, device="cuda", float_weights=True)
+    rope = random_rope(32, 64).to("cuda")
+    # Entry 2 pools rows 8 to 11, second series; entry 3 their first series.
+    case.gate[9, width + 5] = float("-inf")
+    wanted = expected(case, rope)
+    assert relative_error(run(case, rope), wanted) < TOLERANCE
+    case.gate[9, width + 5] = float("nan")
+    found = run(case, rope)
+    assert found[2].isnan().all(), "the norm is over all channels"
+    others = torch.tensor([0, 1, 3, 4, 5], device="cuda")
+    assert relative_error(found[others], wanted[others]) < TOLERANCE
 
 
 @needs_gpu

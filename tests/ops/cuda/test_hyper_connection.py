@@ -51,9 +51,9 @@ def test_pre_equals_the_reference(rows: int, sizes: tuple[int, int], float_norm:
 
 
 @needs_gpu
-@pytest.mark.parametrize(("rows", "hidden"), [(4801, 4096), (2603, 7168)])
+@pytest.mark.parametrize(("rows", "hidden"), [(4801, 4096), (769, 4096), (2603, 7168), (401, 7168)])
 def test_pre_of_many_rows(rows: int, hidden: int) -> None:
-    """More groups of rows than a cluster of blocks keeps before it balances their matrices, and the same bits twice."""
+    """More groups of rows than a cluster of blocks has slots for, or balances at once, and the same bits twice."""
     case = mix_case(rows, 4, hidden, seed=rows, device="cuda")
     first, second = (
         hyper_connection_pre(

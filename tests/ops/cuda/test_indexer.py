@@ -234,3 +234,37 @@ def test_workspace_grows_with_rows_without_a_gpu() -> None:
     few, many = (torch.ops.redknot.lightning_indexer_workspace(1000, rows) for rows in (4, 400))
     assert many - few >= 396 * 4000 - 256
     assert few >= 4 * 4000 + 1000 * 132
+
+
+# Segments that break the contract: the sequence's first segment begins after another's entries, or before the pool.
+BROKEN = {
+    "the first segment's entries come last": ([[0, 512, 0, 128, 128], [512, 1024, 512, 0, 128]], 256),
+    "the first entry lies before the pool": ([[0, 1600, 0, -200, 400]], 400),
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_table_that_breaks_its_contract_moves_no_write_outside_the_scores(broken: str, fp8: bool) -> None:
+    load_kernels()
+    rows, entries, top_k, guard = 4, 256, 64, 4096
+    segments, visible = BROKEN[broken]
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    q = torch.randn((rows, 64, 128), generator=generator, device="cuda").bfloat16()
+    weights = torch.randn((rows, 64), generator=generator, device="cuda").bfloat16()
+    keys = torch.randn((entries, 128), generator=generator, device="cuda").bfloat16()
+    size = torch.ops.redknot.lightning_indexer_workspace(entries, rows)
+    scores = 4 * entries * rows
+    before = size - scores - 256  # keys and their scales; 256 bytes are there to align
+    memory = torch.full((guard + size + guard,), 0xFF, dtype=torch.uint8, device="cuda")
+    selected = torch.full((rows, top_k), -77, dtype=torch.int64, device="cuda")
+    torch.ops.redknot.lightning_indexer(
+        selected, memory[guard : guard + size], q, weights, keys, torch.tensor(segments, device="cuda"),
+        torch.tensor([[0, len(segments)]] * rows, device="cuda"), torch.full((rows,), 900, device="cuda"),
+        torch.full((rows,), visible, device="cuda"), random_rope(1600, 64).cuda(), fp8,
+    )  # fmt: skip
+    untouched = guard if fp8 else guard + before
+    assert (memory[:untouched] == 0xFF).all()
+    assert (memory[guard + before + scores :] == 0xFF).all()
+    assert ((selected >= -1) & (selected < entries)).all()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from trt_redknot.collectives import Collectives
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.cuda import attention, elementwise, indexer, moe
 from trt_redknot.ops.cuda.rows import write_rows
+from trt_redknot.ops.reference import projection
 from trt_redknot.ops.reference.backend import ReferenceOps
+
+# Up to so many rows take products of several weights at once.
+FEW_ROWS = 16
 
 
 class CudaOps(ReferenceOps):
@@ -53,11 +58,19 @@ class CudaOps(ReferenceOps):
         self._cells: dict[torch.device, _Cells] = {}
         # By address of the gate's weight, both weights in one tensor.
         self._gate_up: dict[int, torch.Tensor] = {}
+        # By address of the first, weights that the same rows go through in one tensor.
+        self._joined: dict[int, torch.Tensor] = {}
 
-    def prepared(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A layer's tensors as the kernels read them: hash tables in int64, gate and up of the shared expert side by
-        side. The tensors that were given are not changed, and needed no longer."""
+    def prepared(self, weights: Mapping[str, Any], *, together: Sequence[str] = ()) -> Mapping[str, Any]:
+        """A layer's tensors as the kernels read them: hash tables in int64, weights of the same rows side by side, and
+        so gate and up of the shared expert. The tensors that were given are not changed, and needed no longer."""
         result = dict(weights)
+        names = [name for name in together if name in result]
+        parts = [result[name] for name in names]
+        if len(parts) > 1 and parts[0].data_ptr() not in self._joined and len({part.dtype for part in parts}) == 1:
+            joined = torch.cat(parts)
+            self._joined[joined.data_ptr()] = joined
+            result.update(zip(names, joined.split([part.shape[0] for part in parts]), strict=True))
         if "router.tid2eid" in result:
             result["router.tid2eid"] = result["router.tid2eid"].long()
         gate, up = result.get("shared.gate"), result.get("shared.up")
@@ -66,6 +79,14 @@ class CudaOps(ReferenceOps):
             self._gate_up[both.data_ptr()] = both
             result["shared.gate"], result["shared.up"] = both.split((gate.shape[0], up.shape[0]))
         return result
+
+    def linears(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """As the reference; few rows, which are bound by launches, go through all weights at once."""
+        widths = [weight.shape[0] for weight in weights]
+        joined = self._joined.get(weights[0].data_ptr()) if x.shape[0] <= FEW_ROWS else None
+        if joined is None or joined.shape[0] != sum(widths):
+            return projection.linears(x, weights)
+        return tuple(part.contiguous() for part in F.linear(x, joined).split(widths, dim=1))
 
     def route_hash(
         self, x_RM: torch.Tensor, weight_XM: torch.Tensor, table_Vk: torch.Tensor, tokens_R: torch.Tensor, *,

@@ -12,6 +12,8 @@ from trt_redknot.ops.cuda.elementwise import call_op
 from trt_redknot.ops.experts import QuantisedExperts
 
 _SCORING = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}
+# Up to so many rows read weights for themselves: of more, some share an expert.
+_FEW_ROWS = 4
 FAULT_TOKEN = 1
 FAULT_EXPERT = 2
 
@@ -129,6 +131,8 @@ def experts(
     """Weighted sum over the experts held here: gate_up [E, 2 F, M], down [E, M, F], bf16 or FP8 -> bf16 [R, M]."""
     if x_RM.shape[0] == 0:
         return torch.empty_like(x_RM)
+    if x_RM.shape[0] <= _FEW_ROWS and gate_up.shape[0]:
+        return few_rows(x_RM, ids_Rk, weights_Rk, gate_up, down, first=first, limit=limit)
     permuted, inverse, ends = permute(x_RM, ids_Rk, first=first, experts=gate_up.shape[0])
     wide = _grouped_gemm(permuted, ends, gate_up)
     # Each of these is several times as large as the rows: no more of them are held than a product needs.
@@ -136,6 +140,31 @@ def experts(
     hidden = activate(wide, ends, limit=limit)
     del wide
     return combine(_grouped_gemm(hidden, ends, down), inverse, weights_Rk)
+
+
+def few_rows(
+    x_RM: torch.Tensor,
+    ids_Rk: torch.Tensor,
+    weights_Rk: torch.Tensor,
+    gate_up: torch.Tensor | QuantisedExperts,
+    down: torch.Tensor | QuantisedExperts,
+    *,
+    first: int,
+    limit: float,
+) -> torch.Tensor:
+    """`experts` without sorting: every row reads the weights of its own experts, in two launches."""
+    out = torch.empty_like(x_RM)
+    inner = x_RM.new_empty((*ids_Rk.shape, down.shape[2]))
+    (up_codes, up_scales), (down_codes, down_scales) = _stored(gate_up), _stored(down)
+    call_op(
+        "moe_few_rows", out, inner, x_RM, ids_Rk, weights_Rk.float(), up_codes, down_codes, up_scales, down_scales,
+        first, limit,
+    )  # fmt: skip
+    return out
+
+
+def _stored(weight: torch.Tensor | QuantisedExperts) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (weight.codes, weight.scales) if isinstance(weight, QuantisedExperts) else (weight, None)
 
 
 def shared_expert(

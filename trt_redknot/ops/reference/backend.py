@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -25,6 +26,7 @@ class ReferenceOps:
 
     embed = staticmethod(projection.embed)
     linear = staticmethod(projection.linear)
+    linears = staticmethod(projection.linears)
     split_heads = staticmethod(projection.split_heads)
     first_rows = staticmethod(projection.first_rows)
     grouped_linear = staticmethod(projection.grouped_linear)
@@ -47,9 +49,15 @@ class ReferenceOps:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
-    def prepared(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    def prepared(self, weights: Mapping[str, Any], *, together: Sequence[str] = ()) -> Mapping[str, Any]:
         """A layer's tensors as these ops read them: as they are."""
         return weights
+
+    def over(self, collectives: Collectives) -> Self:
+        """The same ops between other ranks, over what these prepared."""
+        ops = copy.copy(self)
+        ops._collectives = collectives
+        return ops
 
     def check(self) -> None:
         """Ops raise their faults at once."""

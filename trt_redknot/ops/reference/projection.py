@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
+
+
+def linears(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(F.linear(x, weight) for weight in weights)
 
 
 def split_heads(x: torch.Tensor, *, dim: int) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trt_redknot.ops.tensorrt.tensors import ElementType, NetworkRows, NetworkTensor
 from trt_redknot.ops.tensorrt.writer import NetworkWriter
 
@@ -19,6 +21,9 @@ class NativeOps:
 
     def linear(self, x: NetworkTensor, weight: NetworkTensor) -> NetworkTensor:
         return self._writer.matmul(x, weight, (x.shape[0], weight.shape[0]))
+
+    def linears(self, x: NetworkTensor, weights: Sequence[NetworkTensor]) -> tuple[NetworkTensor, ...]:
+        return tuple(self.linear(x, weight) for weight in weights)
 
     def split_heads(self, x: NetworkTensor, *, dim: int) -> NetworkTensor:
         return self._writer.reshape(x, (x.shape[0], x.fixed(1) // dim, dim))

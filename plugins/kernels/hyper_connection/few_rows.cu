@@ -1,0 +1,232 @@
+// A cluster of sixteen blocks a row, each with a sixteenth of its channels: of few rows nothing is to be kept on its
+// way but fn, whose loads spread over the GPU. Sums meet twice in the blocks' shared memory: the mixes, then the
+// squares of what collapsed. A warp of its own makes weights of the mixes; the balanced matrix, a long chain that the
+// rows do not wait for, comes last.
+
+#include "common/check.h"
+#include "common/cluster.cuh"
+#include "common/ptx.cuh"
+#include "common/vector.cuh"
+#include "kernels/hyper_connection/few_rows.h"
+#include "kernels/hyper_connection/weights.cuh"
+
+namespace redknot {
+namespace {
+
+// Of the mixes: one pass over many rows is as fast from three rows on. Of the head: clusters that are resident at once.
+constexpr int kFewRows = 2;
+constexpr int kFewHeadRows = 8;
+constexpr int kBlocks = 16;
+constexpr int kStreams = 4;
+constexpr int kWorkers = 256;
+constexpr int kThreads = kWorkers + kWarp;
+constexpr int kWarps = kWorkers / kWarp;
+constexpr int kQuad = 4;         // channels of one load
+constexpr int kMostSlice = 512;  // channels of a block
+constexpr int kSums = 32;        // mixes, then the sum of squares at kSquares
+constexpr int kSquares = 24;
+constexpr int kWorkersMeet = 1;
+static_assert((2 + kStreams) * kStreams == kSquares && kBlocks <= kWarp);
+
+struct Shared {
+  float streams[kStreams][kMostSlice];
+  float of_warps[kWarps][kSums];
+  float sums[kSums];  // of the block, read by all
+  float pre[kStreams];
+  float squares[kWarps];
+  float square;  // of the block, read by all
+};
+
+__device__ __forceinline__ float remote(float const* own, int block) {
+  float value;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];"
+               : "=f"(value)
+               : "r"(cluster::address_in(ptx::shared_address(own), static_cast<uint32_t>(block)))
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void announce() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void await() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Sums over the lanes of 32 values each: lane i ends with value i.
+__device__ __forceinline__ float transposed_sum(float (&values)[kSums], int lane) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int index = 0; index < step; ++index) {
+      bool const upper = lane & step;
+      float const give = upper ? values[index] : values[index + step];
+      values[index] = (upper ? values[index + step] : values[index]) + __shfl_xor_sync(kAllLanes, give, step);
+    }
+  }
+  return values[0];
+}
+
+// This block's part of the mixes and of the sum of squares; its streams stay in shared memory.
+template <int kMixes>
+__device__ __forceinline__ void mix(HyperConnectionPreParams const& params, Shared& shared, int64_t row, int slice,
+                                    int first) {
+  int const thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
+  int const quads = slice / kQuad;
+  int64_t const depth = int64_t{kStreams} * params.hidden;
+  float sums[kSums] = {};
+  for (int item = thread; item < kStreams * quads; item += kWorkers) {
+    int const stream = item / quads, channel = item % quads * kQuad;
+    int64_t const at = int64_t{stream} * params.hidden + first + channel;
+    uint2 const raw =
+        __ldg(reinterpret_cast<uint2 const*>(static_cast<__nv_bfloat16 const*>(params.streams) + row * depth + at));
+    float4 weights[kMixes];
+#pragma unroll
+    for (int index = 0; index < kMixes; ++index) {
+      weights[index] = __ldg(reinterpret_cast<float4 const*>(params.fn + index * depth + at));
+    }
+    float2 const low = ptx::unpack_bf16(raw.x), high = ptx::unpack_bf16(raw.y);
+    *reinterpret_cast<float4*>(&shared.streams[stream][channel]) = {low.x, low.y, high.x, high.y};
+#pragma unroll
+    for (int index = 0; index < kMixes; ++index) {
+      float4 const w = weights[index];
+      sums[index] += low.x * w.x + low.y * w.y + high.x * w.z + high.y * w.w;
+    }
+    sums[kSquares] += low.x * low.x + low.y * low.y + high.x * high.x + high.y * high.y;
+  }
+  shared.of_warps[warp][lane] = transposed_sum(sums, lane);
+}
+
+// Weights of the collapse, from the mixes of all blocks: every lane gets all mixes, and 1 / RMS of the row.
+__device__ __forceinline__ float weigh(HyperConnectionPreParams const& params, Shared& shared, int lane,
+                                       float (&mixes)[kSums]) {
+  float sum = 0.0F;
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) sum += remote(&shared.sums[lane], block);
+#pragma unroll
+  for (int index = 0; index <= kSquares; ++index) mixes[index] = __shfl_sync(kAllLanes, sum, index);
+  float const depth = static_cast<float>(kStreams) * static_cast<float>(params.hidden);
+  float const inverse = rsqrtf(mixes[kSquares] / depth + params.norm_eps);
+  if (lane < kStreams) {
+    shared.pre[lane] = sigmoid(sum * inverse * params.scale[0] + params.base[lane]) + params.eps;
+  }
+  return inverse;
+}
+
+// What the block's other end needs of the mixes.
+__device__ __forceinline__ void write_weights(HyperConnectionPreParams const& params, int64_t row, int lane,
+                                              float const (&mixes)[kSums], float inverse) {
+#pragma unroll
+  for (int stream = 0; stream < kStreams; ++stream) {
+    float const logit = mixes[kStreams + stream] * inverse * params.scale[1] + params.base[kStreams + stream];
+    if (lane == stream) params.post[row * kStreams + stream] = 2.0F * sigmoid(logit);
+  }
+  float comb[kStreams][kStreams];
+  balance<kStreams>(params, mixes, inverse, comb);
+#pragma unroll
+  for (int line = 0; line < kStreams; ++line) {
+#pragma unroll
+    for (int index = 0; index < kStreams; ++index) {
+      if (lane == line) params.comb[(row * kStreams + line) * kStreams + index] = comb[line][index];
+    }
+  }
+}
+
+// The row's channels of this block, collapsed and normed.
+__device__ __forceinline__ void collapse(HyperConnectionPreParams const& params, Shared& shared, int64_t row, int slice,
+                                         int first) {
+  constexpr int kOwn = kMostSlice / kWorkers;
+  int const thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
+  float norm[kOwn], values[kOwn], square = 0.0F;
+#pragma unroll
+  for (int own = 0; own < kOwn; ++own) {
+    int const channel = own * kWorkers + thread;
+    norm[own] = values[own] = 0.0F;
+    if (channel >= slice) continue;
+    norm[own] = params.norm_is_float
+                    ? __ldg(static_cast<float const*>(params.norm) + first + channel)
+                    : __bfloat162float(static_cast<__nv_bfloat16 const*>(params.norm)[first + channel]);
+#pragma unroll
+    for (int stream = 0; stream < kStreams; ++stream) {
+      values[own] += shared.pre[stream] * shared.streams[stream][channel];
+    }
+    values[own] = round_bf16(values[own]);
+    square += values[own] * values[own];
+  }
+  square = lane_sum<kWarp>(square);
+  if (lane == 0) shared.squares[warp] = square;
+  ptx::sync_threads(kWorkersMeet, kWorkers);
+  if (thread == 0) {
+    float total = 0.0F;
+#pragma unroll
+    for (float const part : shared.squares) total += part;
+    shared.square = total;
+  }
+  announce();
+  await();
+  float const total = lane_sum<kWarp>(lane < kBlocks ? remote(&shared.square, lane) : 0.0F);
+  float const inverse = rsqrtf(total / static_cast<float>(params.hidden) + params.norm_eps);
+  auto* const normed = static_cast<__nv_bfloat16*>(params.normed) + row * params.hidden + first;
+#pragma unroll
+  for (int own = 0; own < kOwn; ++own) {
+    int const channel = own * kWorkers + thread;
+    if (channel < slice) normed[channel] = __float2bfloat16_rn(norm[own] * (values[own] * inverse));
+  }
+}
+
+template <int kMixes>
+__global__ void __launch_bounds__(kThreads, 1)
+    few_rows_kernel(__grid_constant__ HyperConnectionPreParams const params) {
+  __shared__ Shared shared;
+  int const thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
+  int const block = static_cast<int>(cluster::rank()), slice = params.hidden / kBlocks, first = block * slice;
+  int64_t const row = blockIdx.x / kBlocks;
+  bool const works = thread < kWorkers;
+  if (works) mix<kMixes>(params, shared, row, slice, first);
+  __syncthreads();
+  if (!works) {
+    float sum = 0.0F;
+#pragma unroll
+    for (auto const& sums : shared.of_warps) sum += sums[lane];
+    shared.sums[lane] = sum;
+  }
+  announce();
+  await();
+  float mixes[kSums], inverse = 0.0F;
+  if (!works) inverse = weigh(params, shared, lane, mixes);
+  __syncthreads();
+  if (works) {
+    collapse(params, shared, row, slice, first);
+  } else {
+    announce();
+    if (block == 0 && !params.head) write_weights(params, row, lane, mixes, inverse);
+    await();
+  }
+  cluster::synchronise();  // no block may go while another reads from it
+}
+
+}  // namespace
+
+Status hyper_connection_few_rows(HyperConnectionPreParams const& params, cudaStream_t stream) {
+  REDKNOT_SUPPORTED(params.rows <= (params.head ? kFewHeadRows : kFewRows) && params.stream_count == kStreams);
+  REDKNOT_SUPPORTED(params.hidden % (kBlocks * kQuad) == 0 && params.hidden <= kBlocks * kMostSlice);
+  auto* const kernel = params.head ? few_rows_kernel<kStreams> : few_rows_kernel<kSquares>;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return Status::kUnsupported;
+  }
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = kBlocks;
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(kBlocks * params.rows));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  if (cudaLaunchKernelEx(&config, kernel, params) != cudaSuccess) {
+    // Nothing was launched: a slice of a GPU may have no sixteen multiprocessors side by side.
+    static_cast<void>(cudaGetLastError());
+    return Status::kUnsupported;
+  }
+  return Status::kSuccess;
+}
+
+}  // namespace redknot

@@ -71,7 +71,7 @@ def test_arms_that_only_round_otherwise_agree(folder: Path, routers: RouterKind)
 
 
 def test_a_network_is_gone_when_its_check_is_over(folder: Path) -> None:
-    """Without the garbage collector, which may come late: how many rows a chunk has follows from what memory is free."""
+    """Without the garbage collector, which may come late: rows of a chunk are as many as there is memory free for."""
     gc.collect()
     gc.disable()
     try:

@@ -51,6 +51,14 @@ def test_more_experts_than_threads_are_sorted() -> None:
     assert permutation_error(case, 1000) == 0
 
 
+def in_fp64(case: ExpertCase) -> torch.Tensor:
+    """What the experts of a case give, [R, M]."""
+    return reference.experts(
+        case.x.double(), case.ids, case.weights.double(), case.gate_up.double(), case.down.double(), first=case.first,
+        limit=1.0,
+    )  # fmt: skip
+
+
 @needs_gpu
 @TYPICAL
 @given(rows=st.integers(0, 200), held=st.integers(1, 16), dropped=st.sampled_from([0.0, 0.3, 1.0]), seed=SEEDS)
@@ -58,10 +66,7 @@ def test_experts_equal_the_reference_and_repeat_bit_for_bit(rows: int, held: int
     case = some_experts(rows, held, dropped, seed, hidden=256, width=128)
     arguments = (case.x, case.ids, case.weights, case.gate_up, case.down)
     found = moe.experts(*arguments, first=case.first, limit=1.0)
-    wanted = reference.experts(
-        case.x.double(), case.ids, case.weights.double(), case.gate_up.double(), case.down.double(), first=case.first,
-        limit=1.0,
-    )  # fmt: skip
+    wanted = in_fp64(case)
     assert found.isfinite().all()
     assert (found - wanted).norm() <= EXPERT_TOLERANCE * wanted.norm()
     assert torch.equal(found, moe.experts(*arguments, first=case.first, limit=1.0))
@@ -77,10 +82,7 @@ def test_few_rows_equal_the_reference_and_repeat_bit_for_bit(
     case = some_experts(rows, 3, dropped, seed=int(torch.randint(2**31, ())), hidden=hidden, width=width)
     arguments = (case.x, case.ids, case.weights, case.gate_up, case.down)
     found = moe.few_rows(*arguments, first=case.first, limit=1.0)
-    wanted = reference.experts(
-        case.x.double(), case.ids, case.weights.double(), case.gate_up.double(), case.down.double(), first=case.first,
-        limit=1.0,
-    )  # fmt: skip
+    wanted = in_fp64(case)
     assert found.isfinite().all()
     assert (found - wanted).norm() <= EXPERT_TOLERANCE * wanted.norm()
     assert torch.equal(found, moe.few_rows(*arguments, first=case.first, limit=1.0))

@@ -20,8 +20,6 @@ from trt_redknot.launch import mpirun_command, mpirun_environment
 PROJECT = Path(__file__).resolve().parent.parent
 NANO = PROJECT / "examples" / "nano"
 QUESTIONS = NANO / "questions.json"
-# In proportion to documents of about 300 tokens: the default of 128 would protect nearly all of them.
-BOUNDARY = 8
 
 
 def run(title: str, command: Sequence[str], out: Output) -> None:
@@ -59,7 +57,7 @@ def main(output: Path, ranks: int, kind: str) -> None:
         out,
     )
     page = output / "report.html"
-    asked = ["--question", question, "--boundary", str(BOUNDARY), "--page", str(page)]
+    asked = ["--question", question, "--page", str(page)]
     run(f"in both arms: {question}", mpirun_command(ranks, ["run/compare.py", *places, *asked, *documents]), out)
     out.note(
         f"\nThe documents say: {answer}.\n"

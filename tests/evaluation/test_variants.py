@@ -6,7 +6,7 @@ import pytest
 
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.evaluation.prompts import Cutting
-from trt_redknot.evaluation.variants import AXES, sweep
+from trt_redknot.evaluation.variants import AXES, joined, sweep
 
 BASE = ReusePolicy(budget=0.15, boundary=8, tail=64, top_entries=4, tau=0.9, epilogue="active")
 CHANGED = {
@@ -32,6 +32,15 @@ def test_an_axis_changes_nothing_else(axis: str) -> None:
         assert differing <= CHANGED[axis]
         assert variant.engine == "base" or axis == "engine"
         assert variant.cutting == Cutting() or axis in ("documents", "order", "alignment", "fanout")
+
+
+def test_contexts_are_joined_where_a_variant_does_not_say_how_many_documents_it_has() -> None:
+    variants = sweep(BASE, AXES, multiple=32)
+    assert joined(variants, None) == variants
+    for variant, kept in zip(joined(variants, 3), variants, strict=True):
+        assert variant.cutting.documents == (kept.cutting.documents or 3)
+        assert variant.cutting.multiple == kept.cutting.multiple
+        assert variant.policy == kept.policy
 
 
 def test_the_issues_points_are_there() -> None:

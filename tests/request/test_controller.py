@@ -12,6 +12,7 @@ from trt_redknot.request.rows import RowPlan
 from trt_redknot.request.segments import Protection, RowClass, Segment, SegmentKind
 
 WINDOW = 4
+BOUNDARY = 24
 
 
 @st.composite
@@ -34,7 +35,7 @@ def segment_tables(draw: st.DrawFn) -> tuple[Segment, ...]:
 policies = st.builds(
     ReusePolicy,
     budget=st.floats(0, 1),
-    boundary=st.integers(0, 200),
+    boundary=st.none() | st.integers(0, 200),
     tail=st.integers(0, 500),
     tail_share=st.floats(0, 1),
     protect=st.sampled_from(["default", "default", "all"]),
@@ -44,7 +45,7 @@ policies = st.builds(
 def plan_of(
     segments: tuple[Segment, ...], policy: ReusePolicy | None, seed: int, top_entries: int, live: bool = True
 ) -> tuple[RowPlan, np.ndarray, np.ndarray]:
-    flags = protect(segments, policy, WINDOW)
+    flags = protect(segments, policy, WINDOW, boundary=BOUNDARY)
     entries = sum(segment.entries(WINDOW) for segment in segments)
     scores = np.random.default_rng(seed).normal(size=entries)
     plan = select_rows(segments, flags, policy, window=WINDOW, scores=scores, live_scores=live, top_entries=top_entries)
@@ -106,7 +107,7 @@ def test_best_scores_come_first(
 
 @given(segment_tables(), policies)
 def test_what_must_be_protected_is(segments: tuple[Segment, ...], policy: ReusePolicy) -> None:
-    flags = protect(segments, policy, WINDOW)
+    flags = protect(segments, policy, WINDOW, boundary=BOUNDARY)
     total = segments[-1].stop
     tail = min(policy.tail, int(total * policy.tail_share))
     assert flags[-1] & Protection.QUERY
@@ -115,8 +116,9 @@ def test_what_must_be_protected_is(segments: tuple[Segment, ...], policy: ReuseP
         if segment.kind is SegmentKind.FRESH:
             assert (rows & (Protection.QUERY | Protection.NEW)).all()
         if segment.kind is SegmentKind.RELOCATED:
-            assert (rows[: policy.boundary] & Protection.BOUNDARY).all()
-            assert (rows[max(0, segment.length - policy.boundary) :] & Protection.BOUNDARY).all()
+            ends = BOUNDARY if policy.boundary is None else policy.boundary
+            assert (rows[:ends] & Protection.BOUNDARY).all()
+            assert (rows[max(0, segment.length - ends) :] & Protection.BOUNDARY).all()
             assert all(rows[position] & Protection.DIRTY for position, _ in segment.edits)
             reach = max(0, segment.stop - max(segment.start, total - tail))
             assert (rows[segment.length - reach :] & Protection.TAIL).all()
@@ -129,4 +131,4 @@ def test_what_must_be_protected_is(segments: tuple[Segment, ...], policy: ReuseP
 
 @given(segment_tables())
 def test_the_recompute_arm_protects_every_row(segments: tuple[Segment, ...]) -> None:
-    assert (protect(segments, None, WINDOW) == Protection.ALL).all()
+    assert (protect(segments, None, WINDOW, boundary=BOUNDARY) == Protection.ALL).all()

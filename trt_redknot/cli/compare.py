@@ -41,8 +41,8 @@ Example:
     @click.option("--question", required=True, help="What is asked after the documents.")
     @click.option("--budget", type=FiniteRange(0, 1), default=0.10, show_default=True)
     @click.option(
-        "--boundary", type=click.IntRange(0), default=ReusePolicy().boundary, show_default=True,
-        help="Rows at both ends of a document that are recomputed in full.",
+        "--boundary", type=click.IntRange(0),
+        help="Rows at both ends of a document that are recomputed in full. Left out: the coarsest compression window.",
     )  # fmt: skip
     @click.option("--tau", type=FiniteRange(0, 1, min_open=True), help="Adaptive fanout threshold.")
     @click.option("--epilogue", type=click.Choice(["full", "active"]), default="full", show_default=True)
@@ -53,7 +53,7 @@ Example:
     @click.option("--page", type=click.Path(path_type=Path), help="Write the row map and ledgers to this HTML file.")
     def command(
         paths: tuple[Path, ...], engine_dir: Path, device: str | None, store_dir: Path, namespace: str, question: str,
-        budget: float, boundary: int, tau: float | None, epilogue: str, max_new_tokens: int, warm_up: bool,
+        budget: float, boundary: int | None, tau: float | None, epilogue: str, max_new_tokens: int, warm_up: bool,
         page: Path | None,
     ) -> None:  # fmt: skip
         """Ask one question about documents with reuse and without, and show what was saved and what it changed."""

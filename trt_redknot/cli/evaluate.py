@@ -18,7 +18,7 @@ from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.errors import ConfigError, RequestError
 from trt_redknot.evaluation.evidence import Evidence
 from trt_redknot.evaluation.frozen import LONGER, SHORT, freeze, open_frozen
-from trt_redknot.evaluation.variants import AXES, BASE_ENGINE, Variant, single, sweep
+from trt_redknot.evaluation.variants import AXES, BASE_ENGINE, Variant, joined, single, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,6 +69,8 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--store", "store_dir", type=_PATH, help="Artifact store. Left out: inside the output folder."),
         click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
                      help="A key of the reuse policy (docs/policy.md), e.g. --set budget=0.2. May be repeated."),
+        click.option("--documents", type=click.IntRange(1),
+                     help="Join each context's documents until so many are left. Left out: as the records have them."),
         click.option("--short-tokens", type=click.IntRange(1), default=32, show_default=True,
                      help="Most tokens of a short answer."),
         click.option("--longer-tokens", type=click.IntRange(1), default=128, show_default=True,
@@ -150,7 +152,10 @@ def _evaluate(
     engine = runners[BASE_ENGINE].engine
     multiple = max(engine.geometry.csa_ratio, engine.geometry.hca_ratio)
     evaluation = Evaluation(
-        frozen=frozen, questions=questions, variants=make(policy, multiple, list(further)), runners=runners
+        frozen=frozen,
+        questions=questions,
+        runners=runners,
+        variants=joined(make(policy, multiple, list(further)), options["documents"]),
     )
     out = Output(engine.collectives.rank)
     if options["dry_run"]:

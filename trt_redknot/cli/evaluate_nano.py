@@ -28,9 +28,6 @@ TABLES = "tables.md"
 LENGTHS, SWEEPS = "lengths", "sweep"
 _ENGINES = "engine"
 _POLL_S = 0.2
-# The default policy in the network's proportions. Its own 128 boundary rows cover these documents whole, and with 32
-# protected entries of the 256 of 1024 tokens little is left to choose.
-_SETTINGS = ("boundary=8", "top_entries=8")
 _PATH = click.Path(path_type=Path)
 
 
@@ -63,6 +60,11 @@ def nano_command(
     @click.option("--limit", type=click.IntRange(1), help="Only so many records of each file and kind of answer.")
     @click.option("--only", multiple=True, help="Record files of the default policy. Left out: all.")
     @click.option("--axis", "axes", type=click.Choice(AXES), multiple=True, help="Sweeps. Left out: all.")
+    @click.option(
+        "--documents",
+        type=click.IntRange(1),
+        help="Join each context's documents until so many are left. Left out: as the records have them.",
+    )
     @click.option("--short-tokens", type=click.IntRange(1), default=32, show_default=True)
     @click.option("--longer-tokens", type=click.IntRange(1), default=128, show_default=True)
     @click.option("--device", default="cpu", show_default=True, help="Where the engines compute, as torch names it.")
@@ -71,8 +73,8 @@ def nano_command(
     )
     def nano(
         checkpoint: Path, records: Path, output: Path, sweep_files: tuple[str, ...], profile_records: int,
-        limit: int | None, only: tuple[str, ...], axes: tuple[str, ...], short_tokens: int, longer_tokens: int,
-        device: str, jobs: int,
+        limit: int | None, only: tuple[str, ...], axes: tuple[str, ...], documents: int | None, short_tokens: int,
+        longer_tokens: int, device: str, jobs: int,
     ) -> None:  # fmt: skip
         """Build engines and a head profile, then measure the default policy at every length and all sweeps at one."""
         from trt_redknot.reports.page import write_page
@@ -84,9 +86,10 @@ def nano_command(
         base, packed, chosen = (output / f"engine-{name}" for name in ("base", "fp8", "heads"))
         files = list(only) or [file.name for file in open_frozen(records, ())[0].files]
         shared = ["--engine", base, "--records", records, "--store", output / "store",
-                  *(word for setting in _SETTINGS for word in ("--set", setting)), "--device", device,
+                  "--device", device,
                   "--short-tokens", short_tokens, "--longer-tokens", longer_tokens,
-                  *(["--limit", limit] if limit else [])]  # fmt: skip
+                  *(["--limit", limit] if limit else []),
+                  *(["--documents", documents] if documents else [])]  # fmt: skip
         parts = [_Part(command="run", output=output / LENGTHS / name, options=["--only", name]) for name in files]
         parts += [
             _Part(

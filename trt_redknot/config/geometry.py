@@ -106,6 +106,12 @@ class ModelGeometry:
             self.attention_kinds[layer]
         ]
 
+    @property
+    def boundary(self) -> int:
+        """Rows at a document's ends that see across them at once: tokens of the sliding window or, if more, of the
+        coarsest compressed entry of any layer."""
+        return max(self.window, *(self.ratio(layer) for layer in range(self.layers)))
+
     def rope(self, layer: int) -> RopeGeometry:
         return self.rope_sliding if self.attention_kinds[layer] is AttentionKind.SLIDING else self.rope_compressed
 

@@ -18,7 +18,8 @@ class ReusePolicy(BaseModel):
             experts. Left out: 0.85, or 1 with ``protect="all"`` so that this policy is exact.
         epilogue: ``full`` runs all rows in the trailing fence, ``active`` only the live ones.
         protect: ``default`` is Q + N + D + B + I_top + T; ``all`` protects every row (the exactness test).
-        boundary: rows protected at each end of a relocated document.
+        boundary: rows protected at each end of a relocated document; left out: the network's coarsest compression
+            window (128 for released networks). Fewer can lose what the document before says.
         tail: most rows protected at the end of the request.
         tail_share: the tail is at most this share of the request's rows.
         top_entries: compressed entries whose rows are protected by Indexer score; left out: the network's index_topk.
@@ -31,7 +32,7 @@ class ReusePolicy(BaseModel):
     tau: float | None = Field(default=None, gt=0.0, le=1.0, allow_inf_nan=False)
     epilogue: Literal["full", "active"] = "full"
     protect: Literal["default", "all"] = "default"
-    boundary: int = Field(default=128, ge=0)
+    boundary: int | None = Field(default=None, ge=0)
     tail: int = Field(default=32768, ge=0)
     tail_share: float = Field(default=0.125, ge=0.0, le=1.0, allow_inf_nan=False)
     top_entries: int | None = Field(default=None, ge=0)

@@ -14,7 +14,8 @@ from trt_redknot.config.geometry import AttentionKind
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.engine.bundles import Bundle, BundleKey, RowGeometry
 from trt_redknot.engine.context import RankContext
-from trt_redknot.engine.documents import Boundary, Documents, Restoration
+from trt_redknot.engine.documents import Documents
+from trt_redknot.engine.placement import Boundary, Restoration
 from trt_redknot.engine.pool import CachePool, SequenceState
 from trt_redknot.engine.rowset import RowSet, redistribute
 from trt_redknot.engine.step import LayerRows, Observation, Step, make_step, no_extra_raw, no_restore
@@ -134,7 +135,7 @@ class Prefill:
     def _make_bundle(self) -> Bundle:
         """All that follows from the request's documents and policy alone."""
         segments = self._state.segments
-        flags = protect(segments, self._policy, self._window)
+        flags = protect(segments, self._policy, self._window, boundary=self._context.geometry.boundary)
         everywhere = _positions_outside_idle_prefix(segments, flags)
         rows = self._row_set(everywhere, len(everywhere))
         geometry = self._geometry(rows, self._documents.boundary(rows))

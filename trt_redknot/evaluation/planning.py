@@ -93,8 +93,9 @@ def _ledgers(
         )
         return ledgers(geometry, profile, plan, "full")
     live = any(geometry.attention_kinds[layer] is AttentionKind.CSA for layer in range(profile.leading_fence))
+    flags = protect(segments, policy, window, boundary=geometry.boundary)
     plan = select_rows(
-        segments, protect(segments, policy, window), policy, window=window, scores=None, live_scores=live,
+        segments, flags, policy, window=window, scores=None, live_scores=live,
         top_entries=geometry.index_topk if policy.top_entries is None else policy.top_entries,
     )  # fmt: skip
     return ledgers(geometry, profile, plan, policy.epilogue)

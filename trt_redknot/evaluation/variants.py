@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trt_redknot.config.policy import DEFAULT_TAU, ReusePolicy
@@ -76,6 +76,16 @@ def sweep(policy: ReusePolicy, axes: Sequence[str], *, multiple: int, engines: I
             for name in (BASE_ENGINE, *engines)
         ]
     return variants
+
+
+def joined(variants: Sequence[Variant], documents: int | None) -> list[Variant]:
+    """The variants with contexts of so many documents, where they do not say how many themselves."""
+    return [
+        variant
+        if variant.cutting.documents is not None
+        else replace(variant, cutting=replace(variant.cutting, documents=documents))
+        for variant in variants
+    ]
 
 
 AXES = ("budget", "protected", "epilogue", "tau", "fanout", "documents", "order", "alignment", "engine")

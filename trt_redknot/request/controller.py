@@ -45,9 +45,12 @@ def _mark_whole_windows(protections: NDArray[np.uint8], segment: Segment, window
     rows[:] = np.repeat(flags, window)[: segment.length]
 
 
-def protect(segments: Sequence[Segment], policy: ReusePolicy | None, window: int) -> NDArray[np.uint8]:
+def protect(
+    segments: Sequence[Segment], policy: ReusePolicy | None, window: int, *, boundary: int
+) -> NDArray[np.uint8]:
     """Flags of :class:`Protection` that are known before the leading fence runs: uint8 [N].
 
+    `boundary` rows are protected at each end of a document where the policy leaves their number out.
     `policy` None protects every row (the recompute arm). Rows of an exact prefix need no protection: Q is the last
     fresh segment, or the last window of a request that ends with a document.
     """
@@ -58,6 +61,7 @@ def protect(segments: Sequence[Segment], policy: ReusePolicy | None, window: int
     if policy is None:
         return flags
     tail = min(policy.tail, int(total * policy.tail_share))
+    ends = boundary if policy.boundary is None else policy.boundary
     for segment in segments:
         rows = flags[segment.start : segment.stop]
         last = segment is segments[-1]
@@ -69,8 +73,8 @@ def protect(segments: Sequence[Segment], policy: ReusePolicy | None, window: int
         if segment.kind is SegmentKind.RELOCATED:
             for position, _ in segment.edits:
                 rows[position] |= int(Protection.DIRTY)
-            rows[: policy.boundary] |= int(Protection.BOUNDARY)
-            rows[max(0, segment.length - policy.boundary) :] |= int(Protection.BOUNDARY)
+            rows[:ends] |= int(Protection.BOUNDARY)
+            rows[max(0, segment.length - ends) :] |= int(Protection.BOUNDARY)
             rows[max(0, total - tail - segment.start) :] |= int(Protection.TAIL)
         _mark_whole_windows(flags, segment, window)
     return flags

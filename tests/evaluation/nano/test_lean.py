@@ -82,6 +82,23 @@ def test_dense_sequences_see_every_entry_and_muted_ones_none() -> None:
     torch.testing.assert_close(mixed[2], muted[2], rtol=1e-4, atol=1e-4)
 
 
+def test_fine_sequences_see_no_entries_of_hca_layers() -> None:
+    model = network(NetworkOptions(kinds="shch", hash_layers=4, seed=random.randrange(2**31), topk=3))
+    lean = LeanNetwork(model)
+    tokens = torch.randint(0, 97, (3, 64))
+    with torch.no_grad():
+        whole = lean(tokens, keep=(1, 3)).streams
+        fine = lean(tokens, fine=slice(1, 2), keep=(1, 3)).streams
+        for layer in model.model.layers[1:4:2]:
+            layer.self_attn.compressor.kv_proj.weight.zero_()
+        nothing = lean(tokens, fine=slice(0, 3), keep=(1, 3)).streams
+    for layer in (1, 3):
+        torch.testing.assert_close(fine[layer][1], nothing[layer][1], rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(fine[layer][1], whole[layer][1], atol=1e-3)
+        for other in (0, 2):
+            torch.testing.assert_close(fine[layer][other], whole[layer][other], rtol=1e-4, atol=1e-4)
+
+
 def test_late_sequences_see_no_entries_in_the_first_layer_that_has_some() -> None:
     model = network(NetworkOptions(kinds="sscc", hash_layers=4, seed=random.randrange(2**31), topk=3))
     lean = LeanNetwork(model)

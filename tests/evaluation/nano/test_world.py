@@ -49,10 +49,8 @@ class Reader:
         if found := re.fullmatch(r"(?:What|Who) is the (\w+) of the (\w+) of (\w+)\?", question):
             first, between = self.related[found[2], found[3]]
             second, end = self.related[found[1], between]
-            if found[1] == "chief":
-                assert first < second, "one step a passage, in order"
-                return end, "chain"
-            return end, "two_hop"
+            assert first != second, "one step a passage"
+            return end, {"chief": "chain", "employer": "two_hop"}[found[2]]
         if found := re.fullmatch(r"(?:What|Who) is the (employer|town|chief) of (\w+)\?", question):
             return self.related[found[1], found[2]][1], "relation"
         if found := re.fullmatch(r"What is the (\w+) of (\w+)\?", question):

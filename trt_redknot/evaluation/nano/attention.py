@@ -96,13 +96,17 @@ def far_mask(kind: LayerKind, scores: Tensor | None, choices: Choices, tables: T
         scores: of the sequences that are not dense, fp32 [B - dense, S, T]; None without an Indexer.
     """
     visible = tables.visible(kind.ratio)[None]
+    places = torch.arange(tables.sequences, device=visible.device)
     if scores is None:
-        return visible
+        if choices.fine.start == choices.fine.stop:
+            return visible
+        seeing = (places < choices.fine.start) | (places >= choices.fine.stop)
+        seen: Tensor = visible & seeing[:, None, None]
+        return seen
     parts = [visible.expand(choices.dense, -1, -1), chosen(scores, visible, k)]
     allowed = torch.cat(parts) if choices.dense else parts[1]
     late = choices.late if kind.first else 0
     if late or choices.muted:
-        places = torch.arange(tables.sequences, device=allowed.device)
         seeing = (places >= late) & (places < tables.sequences - choices.muted)
         allowed = allowed & seeing[:, None, None]
     return allowed

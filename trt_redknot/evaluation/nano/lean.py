@@ -17,6 +17,7 @@ from trt_redknot.evaluation.nano.sizes import Choices, LayerKind, Selection, Siz
 
 _CSA = "compressed_sparse_attention"
 _BLOCK = 64
+_NONE = slice(0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +102,8 @@ class LeanNetwork:
         self._tables: dict[tuple[int, int, torch.device], Tables] = {}
 
     def __call__(
-        self, tokens: Tensor, *, dense: int = 0, muted: int = 0, late: int = 0, watched: Tensor | None = None,
-        keep: Sequence[int] = (), hint: Hint | None = None,
+        self, tokens: Tensor, *, dense: int = 0, muted: int = 0, late: int = 0, fine: slice = _NONE,
+        watched: Tensor | None = None, keep: Sequence[int] = (), hint: Hint | None = None,
     ) -> Forward:  # fmt: skip
         """Forward of tokens [B, S].
 
@@ -111,6 +112,7 @@ class LeanNetwork:
                 choice.
             muted: so many sequences, the last ones, see no entries in CSA layers.
             late: so many sequences, the first ones, see none in the first CSA layer that has entries.
+            fine: these sequences see no entries in HCA layers.
             watched: int64, places in every block of queries at which the Indexers of dense sequences are compared with
                 the attention; left out: all.
             keep: layers whose output streams are returned.
@@ -121,7 +123,7 @@ class LeanNetwork:
         device = tokens.device
         if watched is None:
             watched = torch.arange(self.sizes.block, device=device)
-        choices = Choices(dense=dense, muted=muted, late=late, watched=watched)
+        choices = Choices(dense=dense, muted=muted, late=late, fine=fine, watched=watched)
         tables = self._shape(tokens.shape[0], tokens.shape[1], device)
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
         body = self.model.model

@@ -221,15 +221,19 @@ def indexer_loss(selections: dict[int, Selection], silent: Sequence[int]) -> Ten
 def losses_of(
     forward: Forward, heads: AuxiliaryHeads, tokens: Tensor, targets: Tensor, subjects: Tensor, kinds: Tensor,
     bridges: Tensor, *, weights: Weights, silent: Sequence[int], muted: int = 0, late: int = 0, told: int = 0,
+    fine: int = 0,
 ) -> Losses:  # fmt: skip
     """All losses of a batch; tokens, targets, subjects, kinds, bridges int64 [B, S].
 
     Args:
         late: so many sequences, the first ones, cannot have read anything after the first reading layer.
         told: so many sequences behind them were told the first of two steps.
-        muted: so many sequences, the last ones, saw no entries. Of these three nothing counts in what was found.
+        fine: so many sequences behind those saw nothing of HCA layers, which alone tell a document's words whom the
+            document before was about.
+        muted: so many sequences, the last ones, saw no entries of CSA layers. Of these four nothing counts in what was
+            found.
     """
-    counted, hinted = slice(late + told, len(tokens) - muted), slice(late, late + told)
+    counted, hinted = slice(late + told + fine, len(tokens) - muted), slice(late, late + told)
     answers, _ = masked_loss(forward.logits, targets)
     right = (forward.logits.argmax(-1) == targets).float()
     correct = right[counted].sum() / (targets[counted] != IGNORE).sum().clamp(min=1)
@@ -240,8 +244,9 @@ def losses_of(
     places = torch.arange(len(tokens), device=tokens.device)[:, None]
     early = (places >= late) & (places < len(tokens) - muted)
     previous = previous_token_loss(forward.streams, tokens, heads, bridges, steps, early)
+    coarse = (places < late + told) | (places >= late + told + fine)
     named = [
-        masked_loss(head(_normed(forward.streams[layer])), subjects)
+        masked_loss(head(_normed(forward.streams[layer])), subjects.where(coarse, IGNORE))
         for layer, head in zip(heads.subject_layers, heads.subjects, strict=True)
     ]
     subject = torch.stack([loss for loss, _ in named]).mean()

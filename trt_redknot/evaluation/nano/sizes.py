@@ -58,12 +58,13 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What the sequences of a batch attend to in CSA layers.
+    """What the sequences of a batch attend to beside their window.
 
     Attributes:
         dense: so many sequences, the first ones, see every entry; the others what the Indexer chooses.
-        muted: so many sequences, the last ones, see no entry at all.
+        muted: so many sequences, the last ones, see no entry of CSA layers at all.
         late: so many sequences, the first ones, see none in the first of these layers.
+        fine: these sequences see no entry of HCA layers.
         watched: int64 [W'], the places of each block of W tokens at which a dense sequence's Indexer is compared with
             the attention.
     """
@@ -71,6 +72,7 @@ class Choices:
     dense: int
     muted: int
     late: int
+    fine: slice
     watched: Tensor
 
 

@@ -42,7 +42,9 @@ class StageSteps:
         self._captured, self._note = captured, note
         late = recipe.late_first if stage.length == recipe.lengths[0] else recipe.late
         self._late, self._told = int(stage.sequences * late), int(stage.sequences * recipe.told)
-        self._dense = max(stage.sequences - round(stage.sequences * recipe.sparse), self._late + self._told)
+        first = self._late + self._told
+        self._fine = slice(first, first + int(stage.sequences * recipe.fine))
+        self._dense = max(stage.sequences - round(stage.sequences * recipe.sparse), self._fine.stop)
         self._muted = min(int(stage.sequences * recipe.mute), stage.sequences - self._dense)
         shape = (stage.sequences, stage.length)
         self._inputs = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in _INPUTS}
@@ -100,12 +102,13 @@ class StageSteps:
         hint = self._heads.hint(inputs["tokens"], inputs["targets"], inputs["bridges"], told)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             forward = self._network(
-                self._inputs["tokens"], dense=self._dense, muted=self._muted, late=self._late, watched=self._watched,
-                keep=self._heads.layers, hint=hint,
+                self._inputs["tokens"], dense=self._dense, muted=self._muted, late=self._late, fine=self._fine,
+                watched=self._watched, keep=self._heads.layers, hint=hint,
             )  # fmt: skip
             losses = losses_of(
                 forward, self._heads, *(self._inputs[name] for name in _INPUTS), weights=self._recipe.weights,
                 silent=self._recipe.sizes.silent, muted=self._muted, late=self._late, told=self._told,
+                fine=self._fine.stop - self._fine.start,
             )  # fmt: skip
         self._optimizer.zero_grad(set_to_none=True)
         losses.total.backward()

@@ -50,6 +50,8 @@ class Recipe:
             dense: an Indexer can only learn to choose what its attention already finds.
         late_first: the same share in the first stage, which is the one that teaches a layer to read.
         told: share of a batch whose rows are told, behind the first reading layer, what the first of two steps finds.
+        fine: share of a batch that sees nothing of HCA layers: what one of them reads at a distance, roughly, no CSA
+            layer learns to read.
         subject_layers: layers after which words should know their subject: behind the first layer with HCA entries,
             and behind one with CSA entries more.
         reading_layers: layers after which the first and the second thing that a question asks for should be known:
@@ -79,6 +81,7 @@ class Recipe:
     late: float = 0.25
     late_first: float = 0.625
     told: float = 0.125
+    fine: float = 0.25
     subject_layers: tuple[int, ...] = (3, 5)
     reading_layers: tuple[int, int] = (4, 6)
     weights: Weights = field(default_factory=Weights)

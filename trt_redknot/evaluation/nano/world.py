@@ -8,7 +8,7 @@ Kinds of questions, and what an answer needs:
     implied      a fact of a document that names its subject once, at its top
     continued    the same, and the top only says "the same person": the subject stands in the document before
     two_hop      the town of somebody's employer, which another document names
-    chain        the chief of somebody's chief, whom another document names
+    chain        the employer of somebody's chief, likewise
     report       several facts of one person, as sentences: a longer answer
     steps        what two_hop and chain ask for, both steps as sentences: a longer answer
 """
@@ -18,14 +18,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from trt_redknot.evaluation.nano.words import DAYS, FIRMS, LOOKS, NAMES, SCENES, SEASONS, THINGS, TOWNS, WEATHER
 
 SHORT_KINDS = ("single", "override", "relation", "implied", "continued", "two_hop", "chain")
 LONGER_KINDS = ("report", "steps")
 KINDS = (*SHORT_KINDS, *LONGER_KINDS)
-_LINKS = 2
+# How often a sentence says the second step of a question where the first one has been said.
+_SECOND_STEP = 0.6
 _FEW_PEOPLE = (5, 12)
 _PEOPLE = (20, 40, len(NAMES))
 _REPORTED = (3, 6)
@@ -52,8 +52,7 @@ class Passage:
     """A document without its number.
 
     Attributes:
-        subjects: the person that each word is about, as a reader would take it: of a document with a subject that one;
-            of the upper person of a later link of a line the person two links below.
+        subjects: the person that each word is about, as a reader would take it: of a document with a subject that one.
     """
 
     words: tuple[str, ...]
@@ -66,6 +65,12 @@ class _Fact:
     thing: str
     look: str
     kind: str
+    passage: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Relation:
+    whom: str
     passage: int
 
 
@@ -87,14 +92,10 @@ class World:
     passages: list[Passage] = field(default_factory=list)
     people: list[str] = field(default_factory=list)
     _facts: dict[tuple[str, str], _Fact] = field(default_factory=dict)
-    _employers: dict[str, str] = field(default_factory=dict)
-    _towns: dict[str, str] = field(default_factory=dict)
-    _homeless: dict[str, int] = field(default_factory=dict)
-    _lines: list[list[str]] = field(default_factory=list)
-    _open_lines: list[tuple[list[str], int]] = field(default_factory=list)
-    _in_lines: set[str] = field(default_factory=set)
+    _employers: dict[str, _Relation] = field(default_factory=dict)
+    _chiefs: dict[str, _Relation] = field(default_factory=dict)
+    _towns: dict[str, _Relation] = field(default_factory=dict)
     _file: tuple[str, bool] | None = None
-    _below: str | None = None
 
     def __post_init__(self) -> None:
         count = self.rng.randint(*_FEW_PEOPLE) if self.small else self.rng.choice(_PEOPLE)
@@ -137,11 +138,7 @@ class World:
                 sentence = self._implied(subject)
             else:
                 sentence = self._free_sentence()
-            about: list[str | None] = [subject] * len(sentence)
-            if self._below is not None:
-                about[sentence.index("is") + 1] = self._below
-                self._below = None
-            sentences.append((sentence, about))
+            sentences.append((sentence, [subject] * len(sentence)))
         return sentences
 
     def _open_file(self) -> str | None:
@@ -205,55 +202,33 @@ class World:
         return ["The", fact.thing, "of", fact.person, "is", "now", fact.look, "."]
 
     def _employment(self) -> list[str]:
-        elsewhere = [firm for firm, passage in self._homeless.items() if passage < len(self.passages)]
-        if elsewhere and self.rng.random() < 0.6:
-            firm = self.rng.choice(elsewhere)
-            del self._homeless[firm]
-            self._towns[firm] = self.rng.choice(TOWNS)
-            return ["The", "town", "of", firm, "is", self._towns[firm], "."]
-        free = [name for name in self.people if name not in self._employers]
-        if not free:
+        """Who works where, or where a firm is: what a question asks for once another document said the first step."""
+        homeless = self._said_before(self._employers, self._towns)
+        if homeless and self.rng.random() < _SECOND_STEP:
+            return self._relate(self._towns, "town", self.rng.choice(homeless), self.rng.choice(TOWNS))
+        waiting = self._said_before(self._chiefs, self._employers)
+        if not waiting or self.rng.random() >= _SECOND_STEP:
+            waiting = [name for name in self.people if name not in self._employers]
+        if not waiting:
             return self._filler()
-        person, firm = self.rng.choice(free), self.rng.choice(FIRMS)
-        self._employers[person] = firm
-        if firm not in self._towns and firm not in self._homeless:
-            self._homeless[firm] = len(self.passages)
-        return ["The", "employer", "of", person, "is", firm, "."]
+        return self._relate(self._employers, "employer", self.rng.choice(waiting), self.rng.choice(FIRMS))
 
     def _link(self) -> list[str]:
-        """One link of a line of people; a line grows by one link at a time, in order."""
-        waiting = [line for line in self._open_lines if line[1] < len(self.passages)]
-        if waiting and self.rng.random() < 0.7:
-            line = self.rng.choice(waiting)
-            self._open_lines.remove(line)
-            people = line[0]
-        else:
-            people = self._new_line()
-            if not people:
-                return self._filler()
-        above = self._new_member()
-        if above is None:
-            return self._filler()
-        below = people[-1]
-        self._below = people[-2] if len(people) > 1 else None
-        people.append(above)
-        if len(people) > _LINKS:
-            self._lines.append(people)
-        else:
-            self._open_lines.append((people, len(self.passages)))
-        return ["The", "chief", "of", below, "is", above, "."]
-
-    def _new_line(self) -> list[str]:
-        first = self._new_member()
-        return [] if first is None else [first]
-
-    def _new_member(self) -> str | None:
-        free = [name for name in self.people if name not in self._in_lines]
+        free = [name for name in self.people if name not in self._chiefs]
         if not free:
-            return None
-        name = self.rng.choice(free)
-        self._in_lines.add(name)
-        return name
+            return self._filler()
+        below = self.rng.choice(free)
+        above = self.rng.choice([name for name in self.people if name != below])
+        return self._relate(self._chiefs, "chief", below, above)
+
+    def _relate(self, known: dict[str, _Relation], what: str, whose: str, whom: str) -> list[str]:
+        known[whose] = _Relation(whom=whom, passage=len(self.passages))
+        return ["The", what, "of", whose, "is", whom, "."]
+
+    def _said_before(self, first: dict[str, _Relation], second: dict[str, _Relation]) -> list[str]:
+        """What earlier documents gave as the first step of a question, and nothing is said of as the second one."""
+        named = (relation.whom for relation in first.values() if relation.passage < len(self.passages))
+        return [whom for whom in dict.fromkeys(named) if whom not in second]
 
     def _filler(self) -> list[str]:
         choice = self.rng.choice
@@ -267,19 +242,11 @@ class World:
         )
 
     def _candidates(self, kind: str) -> list[Question]:
-        if kind == "two_hop":
+        if kind in ("two_hop", "chain"):
             return [
-                _question(kind, ("What", "is", "the", "town", "of", "the", "employer", "of", who, "?"),
-                          (self._towns[firm],), firm)
-                for who, firm in self._employers.items()
-                if firm in self._towns
-            ]  # fmt: skip
-        if kind == "chain":
-            return [
-                _question(kind, ("Who", "is", "the", "chief", "of", "the", "chief", "of", people[0], "?"),
-                          people[-1:], people[1])
-                for people in self._lines
-            ]  # fmt: skip
+                _question(kind, ("What", "is", "the", second, "of", "the", first, "of", who, "?"), (last,), bridge)
+                for second, first, who, bridge, last in self._two_steps(kind)
+            ]
         if kind == "report":
             return self._reports()
         if kind == "steps":
@@ -292,14 +259,29 @@ class World:
             if fact.kind == kind
         ]
 
-    def _relations(self) -> list[Question]:
-        lines = [*self._lines, *(people for people, _ in self._open_lines)]
-        chiefs = [("Who", "chief", below, above) for people in lines for below, above in pairwise(people)]
-        employers = [("What", "employer", who, firm) for who, firm in self._employers.items()]
-        towns = [("What", "town", firm, town) for firm, town in self._towns.items()]
+    def _two_steps(self, kind: str) -> list[tuple[str, str, str, str, str]]:
+        """(second, first, who, bridge, last): the second of the first of who is last, the first of who is bridge."""
+        first, firsts, second, seconds = (
+            ("employer", self._employers, "town", self._towns)
+            if kind == "two_hop"
+            else ("chief", self._chiefs, "employer", self._employers)
+        )
         return [
-            _question("relation", (ask, "is", "the", what, "of", whose, "?"), (answer,))
-            for ask, what, whose, answer in (*chiefs, *employers, *towns)
+            (second, first, who, step.whom, seconds[step.whom].whom)
+            for who, step in firsts.items()
+            if step.whom in seconds and seconds[step.whom].passage != step.passage
+        ]
+
+    def _relations(self) -> list[Question]:
+        asked = (
+            ("Who", "chief", self._chiefs),
+            ("What", "employer", self._employers),
+            ("What", "town", self._towns),
+        )
+        return [
+            _question("relation", (ask, "is", "the", what, "of", whose, "?"), (relation.whom,))
+            for ask, what, known in asked
+            for whose, relation in known.items()
         ]
 
     def _reports(self) -> list[Question]:
@@ -316,19 +298,14 @@ class World:
         return questions
 
     def _steps(self) -> list[Question]:
-        employed = [
-            ("town", "employer", who, firm, self._towns[firm])
-            for who, firm in self._employers.items()
-            if firm in self._towns
-        ]
-        chiefs = [("chief", "chief", *people) for people in self._lines]
         return [
             _question(
                 "steps",
                 ("Report", "the", second, "of", "the", first, "of", who, "."),
                 _told((first, who, bridge), (second, bridge, last)),
             )
-            for second, first, who, bridge, last in (*employed, *chiefs)
+            for kind in ("two_hop", "chain")
+            for second, first, who, bridge, last in self._two_steps(kind)
         ]
 
 

@@ -3,7 +3,8 @@
 Every op is first compared with its reference, with poisoned outputs; `error` is in units of what is allowed, and what
 is wrong is not timed. Times are medians between device events, of ops on buffers larger than the L2 cache. `ratio` is
 the time of what stands under `against` over ours: the bytes that have to move at the copy rate of the same run (copy),
-the operations at its FP8 product rate (fp8), or a peer, where it is installed. `TFLOP/s` and `GB/s` count what an op
+the operations at its FP8 product rate (fp8), or a peer, where it is installed. `such copy`: the time of a copy of torch
+that moves the same bytes over ours; it does not decide whether a target is met. `TFLOP/s` and `GB/s` count what an op
 has to do, not what it does.
 """
 
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             del case
             torch.cuda.empty_cache()
     title = f"{torch.cuda.get_device_name()}: {ceilings.text()}"
-    Console(width=170).print(table_of(lines, title))
+    Console(width=180).print(table_of(lines, title))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(document(lines, ceilings), indent=1) + "\n")
     return int(any(line.verdict == "WRONG" for line in lines))

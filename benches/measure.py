@@ -68,6 +68,8 @@ class Line:
     """A case after its measurement; `ms` is None where the result was wrong, and then nothing was timed.
 
     Attributes:
+        copy_ms: of ops held to the copy rate, a copy of torch that moves as many bytes, timed in the same way: a small
+            copy does not reach that rate either.
         peers: milliseconds of each.
     """
 
@@ -79,6 +81,7 @@ class Line:
     moved: float
     floor: str | None
     floor_ms: float | None
+    copy_ms: float | None
     peers: dict[str, float]
     target: float | None
 
@@ -86,6 +89,11 @@ class Line:
     def ratio(self) -> float | None:
         other = next(iter(self.peers.values()), None) if self.floor is None else self.floor_ms
         return None if self.ms is None or other is None else other / self.ms
+
+    @property
+    def copy_ratio(self) -> float | None:
+        """Time of a copy of the same bytes over ours; no part of the verdict."""
+        return None if self.ms is None or self.copy_ms is None else self.copy_ms / self.ms
 
     @property
     def verdict(self) -> str:
@@ -144,6 +152,13 @@ def copy_bandwidth(size: int = 2**32) -> float:
     return 2e3 * size / median_ms(lambda: target.copy_(source), repeats=10)
 
 
+def copy_ms(moved: float) -> float:
+    """Milliseconds of a copy that reads and writes `moved` bytes in all, as ops are timed."""
+    source = torch.zeros(int(moved) // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return median_ms(captured(lambda: target.copy_(source)))
+
+
 def measure_ceilings() -> Ceilings:
     """A large device copy, and matrix products on random data; of two shapes the faster."""
     copy = copy_bandwidth()
@@ -180,6 +195,7 @@ def measure(case: Case, ceilings: Ceilings) -> Line:
         moved=case.moved,
         floor=case.floor,
         floor_ms=floor_ms,
+        copy_ms=copy_ms(case.moved) if right and case.floor == "copy" else None,
         peers={peer.name: median_ms(peer.call) for peer in case.peers if right},
         target=case.target,
     )
@@ -199,7 +215,14 @@ def unless_equal(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def document(lines: Sequence[Line], ceilings: Ceilings) -> dict[str, object]:
     """What --json writes."""
     rows = [
-        asdict(line) | {"error": _number(line.error), "ratio": line.ratio, "verdict": line.verdict} for line in lines
+        asdict(line)
+        | {
+            "error": _number(line.error),
+            "ratio": line.ratio,
+            "copy_ratio": line.copy_ratio,
+            "verdict": line.verdict,
+        }
+        for line in lines
     ]
     return {"gpu": torch.cuda.get_device_name(), "ceilings": asdict(ceilings), "lines": rows}
 
@@ -211,7 +234,20 @@ def _number(value: float) -> float | None:
 
 def table_of(lines: Sequence[Line], title: str) -> Table:
     table = Table(title=title)
-    for column in ("op", "shape", "error", "us", "TFLOP/s", "GB/s", "against", "ratio", "target", "", "peers"):
+    for column in (
+        "op",
+        "shape",
+        "error",
+        "us",
+        "TFLOP/s",
+        "GB/s",
+        "against",
+        "ratio",
+        "target",
+        "",
+        "such copy",
+        "peers",
+    ):
         table.add_column(column, justify="left" if column in ("op", "shape", "peers") else "right")
     for line in lines:
         table.add_row(*cells(line))
@@ -235,5 +271,6 @@ def cells(line: Line) -> list[str]:
         "-" if line.ratio is None else f"{line.ratio:.3f}",
         "-" if line.target is None else f"{line.target:.2f}",
         line.verdict,
+        "-" if line.copy_ratio is None else f"{line.copy_ratio:.3f}",
         ", ".join(f"{name} {ms * 1e3:.1f} us" for name, ms in line.peers.items()),
     ]

@@ -13,6 +13,7 @@ from trt_redknot.artifacts.formats import ArtifactFormat
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.config.released import released_geometry
 from trt_redknot.engine.decode import Decoder
+from trt_redknot.engine.lookahead import Asked, DecodeSteps
 from trt_redknot.engine.pool import SequenceState
 from trt_redknot.engine.tiles import TileOptions
 from trt_redknot.evaluation.standin import StandInArtifact, StandInCollectives, make_rank
@@ -21,8 +22,8 @@ from trt_redknot.evaluation.ttft import document_length, first_token, segment_ta
 # Tokens after the prompt: enough that steps of the common shapes are captured before the profiler looks.
 WARM_UP = 8
 STEPS = 8
-# The timed steps come twice: as they are, and with the profiler on.
-ROOM = WARM_UP + 2 * STEPS + 1
+# The timed steps come three times: one after the other, one ahead, and so with the profiler on.
+ROOM = WARM_UP + 3 * STEPS + 1
 
 
 @click.command()
@@ -59,28 +60,33 @@ def main(length: int, documents: int, chunk_rows: int | None, decode_only: bool,
             write(output / f"{arm}.txt", title, profiled)
         found = first_token(context, segments, held, policy, room=ROOM)
         decoder = Decoder(context, found.pool)
-        _decode(decoder, found.state, WARM_UP)
-        taken, host = _decode(decoder, found.state, STEPS)
+        steps = DecodeSteps(decoder)
+        _decode(steps, found.state, WARM_UP)
+        plain_s, _ = _decode(DecodeSteps(decoder, ahead=False), found.state, STEPS)
+        taken, waited = _decode(steps, found.state, STEPS)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-            slowed, _ = _decode(decoder, found.state, STEPS)
+            slowed, _ = _decode(steps, found.state, STEPS)
         title = (
-            f"{arm}: a decode step in {taken * 1e3:.2f} ms, {host * 1e3:.2f} ms of it on the host, "
+            f"{arm}: a decode step in {taken * 1e3:.2f} ms ({plain_s * 1e3:.2f} ms where none is queued ahead), "
+            f"the host waits for its token {waited * 1e3:.2f} ms, "
             f"{slowed * 1e3:.2f} ms with the profiler on; {_decode_shares(profiled)}, {decoder.captured} graphs; "
             f"{_gaps(profiled)}"
         )
         write(output / f"{arm}-decode.txt", title, profiled)
-        del found, decoder
+        del found, decoder, steps
 
 
-def _decode(decoder: Decoder, state: SequenceState, steps: int) -> tuple[float, float]:
-    """Seconds of a step, and of its host side: the device is not waited for between steps."""
+def _decode(steps: DecodeSteps, state: SequenceState, count: int) -> tuple[float, float]:
+    """Seconds of a step, and of it those that the host waits for its tokens; no step is left queued."""
     torch.cuda.synchronize()
-    started = time.perf_counter()
-    for token in range(steps):
-        decoder.step([state], [token])
-    queued = time.perf_counter()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - started) / steps, (queued - started) / steps
+    waited = 0.0
+    token, started = 0, time.perf_counter()
+    for left in range(count, 0, -1):
+        found = steps.next([Asked(state=state, token=token, greedy=True, last=left == 1)])
+        queued = time.perf_counter()
+        token = found.tokens()[0]
+        waited += time.perf_counter() - queued
+    return (time.perf_counter() - started) / count, waited / count
 
 
 def _decode_shares(profiled: profile) -> str:

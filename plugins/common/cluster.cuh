@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "common/ptx.cuh"
+
 namespace redknot::cluster {
 
 __device__ __forceinline__ uint32_t rank() {
@@ -58,12 +60,7 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
 // Waits until the phase of this parity is over. The scope is the block: what barriers guard lies in its own shared
 // memory, and a wider one would empty the L1 cache at every wait.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n\t.reg .pred done;\n\tagain:\n\t"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-      "@!done bra again;\n\t}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
+  ptx::barrier_wait(barrier, static_cast<int>(parity));
 }
 
 // A store into another block that counts as written bytes of a barrier of that block. Each is a packet.

@@ -7,29 +7,17 @@
 
 #include <cstdint>
 
+// Between two looks at a barrier that is not complete: nothing, but in builds for tools that instrument every look.
+#ifdef REDKNOT_FOR_TOOLS
+#define REDKNOT_REST "nanosleep.u32 50000;\n\t"
+#else
+#define REDKNOT_REST ""
+#endif
+
 namespace redknot::ptx {
 
 __device__ __forceinline__ uint32_t shared_address(void const* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// 8 or 16 bytes that no kernel writes meanwhile, in the order of the program.
-__device__ __forceinline__ uint2 load_8(void const* global) {
-  uint2 words;
-  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(global));
-  return words;
-}
-__device__ __forceinline__ void load_8_if(bool wanted, uint2& words, void const* global) {
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %3, 0;\n\t@p ld.global.nc.v2.u32 {%0, %1}, [%2];\n\t}"
-               : "+r"(words.x), "+r"(words.y)
-               : "l"(global), "r"(static_cast<int>(wanted)));
-}
-__device__ __forceinline__ uint4 load_16(void const* global) {
-  uint4 words;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "l"(global));
-  return words;
 }
 
 __device__ __forceinline__ void copy_async_8(uint32_t shared, void const* global) {
@@ -66,7 +54,7 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n\t.reg .pred done;\n\tagain:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-      "@!done bra again;\n\t}" ::"r"(barrier),
+      "@done bra over;\n\t" REDKNOT_REST "bra again;\n\tover:\n\t}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
@@ -131,11 +119,6 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t shared) {
 }
 __device__ __forceinline__ void store_8(uint32_t shared, uint2 words) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(shared), "r"(words.x), "r"(words.y) : "memory");
-}
-__device__ __forceinline__ void store_16(uint32_t shared, uint4 words) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words.x), "r"(words.y), "r"(words.z),
-               "r"(words.w)
-               : "memory");
 }
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
@@ -207,11 +190,6 @@ __device__ __forceinline__ float2 unpack_bf16(uint32_t packed) {
 __device__ __forceinline__ uint32_t multiply_f16(uint32_t x, uint32_t y) {
   uint32_t z;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-__device__ __forceinline__ uint32_t multiply_bf16(uint32_t x, uint32_t y) {
-  uint32_t z;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
 // 2^x; -inf gives 0.

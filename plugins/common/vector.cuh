@@ -26,6 +26,12 @@ __device__ __forceinline__ void prefetch_line(void const* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// One store of 16 bytes. The compiler may make four of an assignment, which then write parts of sectors.
+__device__ __forceinline__ void store_vector(void* address, uint4 raw) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)
+               : "memory");
+}
+
 // Stores leave the L2 cache first: what is written past its size goes to memory in a steady stream.
 __device__ __forceinline__ void store_once(void* address, uint4 raw) { __stcs(static_cast<uint4*>(address), raw); }
 

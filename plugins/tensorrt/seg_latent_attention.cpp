@@ -82,11 +82,13 @@ class SegLatentAttention final : public Operator {
     }
   }
 
+  size_t workspace(Bindings const& most) const override { return seg_latent_attention_workspace(sized(most)); }
+
   Status launch(Call const& call) const override {
     // Selecting from nothing is a sliding window, not a dense read.
     bool const reads_entries = has_entries_ && call.sizes['E'] > 0 && (!has_selected_ || call.sizes['K'] > 0);
     bool const selects = reads_entries && has_selected_;
-    SegLatentAttentionParams params{};
+    SegLatentAttentionParams params = sized(call.sizes);
     params.q_global = call.inputs[kQGlobal];
     params.q_local = call.inputs[kQLocal];
     params.out_global = call.outputs[0];
@@ -101,21 +103,30 @@ class SegLatentAttention final : public Operator {
     params.visible = call.input<int64_t>(kVisible);
     params.selected = selects ? call.input<int64_t>(kSelected) : nullptr;
     params.rope = call.input<float>(kRope);
-    params.latent_rows = call.sizes['L'];
-    params.entry_rows = reads_entries ? call.sizes['E'] : 0;
-    params.rope_positions = call.sizes['T'];
-    params.rows = static_cast<int32_t>(call.sizes['R']);
-    params.full_rows = static_cast<int32_t>(call.sizes['F']);
-    params.global_heads = static_cast<int32_t>(global_heads_);
-    params.local_heads = static_cast<int32_t>(local_heads_);
-    params.segment_count = static_cast<int32_t>(call.sizes['S']);
+    params.entry_rows = reads_entries ? params.entry_rows : 0;
     params.top_k = selects ? static_cast<int32_t>(call.sizes['K']) : 0;
-    params.window = static_cast<int32_t>(window_);
-    params.pool_dtype = packed_ ? Dtype::kPacked : Dtype::kBFloat16;
+    params.workspace = call.workspace;
+    params.workspace_bytes = workspace(call.sizes);
     return seg_latent_attention(params, call.stream);
   }
 
  private:
+  // Sizes of a call, without its tensors.
+  SegLatentAttentionParams sized(Bindings const& sizes) const {
+    SegLatentAttentionParams params{};
+    params.latent_rows = sizes['L'];
+    params.entry_rows = has_entries_ ? sizes['E'] : 0;
+    params.rope_positions = sizes['T'];
+    params.rows = static_cast<int32_t>(sizes['R']);
+    params.full_rows = static_cast<int32_t>(sizes['F']);
+    params.global_heads = static_cast<int32_t>(global_heads_);
+    params.local_heads = static_cast<int32_t>(local_heads_);
+    params.segment_count = static_cast<int32_t>(sizes['S']);
+    params.window = static_cast<int32_t>(window_);
+    params.pool_dtype = packed_ ? Dtype::kPacked : Dtype::kBFloat16;
+    return params;
+  }
+
   int64_t global_heads_;
   int64_t local_heads_;
   int64_t window_;

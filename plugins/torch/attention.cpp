@@ -1,4 +1,4 @@
-#include "bindings.h"
+#include "elementwise.h"
 #include "kernels/attention/seg_latent_attention.h"
 
 namespace redknot::torch_ops {
@@ -70,6 +70,10 @@ void attend(Tensor out_global, Tensor out_local, Tensor q_global, Tensor q_local
   params.window = narrow(window, "window");
   params.pool_dtype = dtype;
   StreamGuard const guard(q_global);
+  params.workspace_bytes = seg_latent_attention_workspace(params);
+  std::optional<Tensor> workspace;
+  if (params.workspace_bytes > 0) workspace = scratch(q_global, params.workspace_bytes);
+  params.workspace = pointer<void>(workspace);
   require(seg_latent_attention(params, guard.stream()), "seg_latent_attention");
 }
 

@@ -18,7 +18,7 @@ CEILINGS = Ceilings(copy_bytes=4e12, bf16_operations=8e14, fp8_operations=1.2e15
 def line(**changes: Any) -> Line:
     values: dict[str, Any] = {
         "op": "copy", "shape": "8", "error": 0.5, "ms": 2.0, "operations": 0.0, "moved": 4e9, "floor": "copy",
-        "floor_ms": 1.0, "peers": {}, "target": 0.5,
+        "floor_ms": 1.0, "copy_ms": 1.5, "peers": {}, "target": 0.5,
     }  # fmt: skip
     return Line(**(values | changes))
 
@@ -39,7 +39,7 @@ def line(**changes: Any) -> Line:
 def test_verdicts(changes: dict[str, Any], verdict: str) -> None:
     found = line(**changes)
     assert found.verdict == verdict
-    assert len(cells(found)) == 11
+    assert len(cells(found)) == 12
 
 
 def test_a_wrong_result_is_not_timed() -> None:
@@ -71,8 +71,8 @@ def test_the_document_is_json_without_infinities(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     text = json.dumps(document([line(), line(error=math.inf, ms=None)], CEILINGS), allow_nan=False)
     good, bad = json.loads(text)["lines"]
-    assert (good["ratio"], good["verdict"]) == (0.5, "met")
-    assert (bad["error"], bad["ratio"], bad["verdict"]) == (None, None, "WRONG")
+    assert (good["ratio"], good["copy_ratio"], good["verdict"]) == (0.5, 0.75, "met")
+    assert (bad["error"], bad["ratio"], bad["copy_ratio"], bad["verdict"]) == (None, None, None, "WRONG")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")

@@ -346,12 +346,15 @@ def expert_cases(seed: int, device: str, rows: int) -> list[Case]:
 
 def attention_cases(seed: int, device: str, rows: int) -> list[Case]:
     cases = []
-    for ratio, top_k, packed in ((0, None, False), (4, 16, True), (128, None, True)):
+    few, many = (1, 7), (8, 56)  # heads; many of them need a workspace where pools are packed
+    for ratio, top_k, packed, heads in (
+        (0, None, False, few), (4, 16, True, few), (128, None, True, few), (4, 16, True, many), (16, None, False, many)
+    ):  # fmt: skip
         layout = Layout(sequences=((3 * rows // 4 + 1, rows + 130),), ratio=ratio)
         total = sum(layout.sequences[0])
         positions = torch.randperm(total, generator=generator_of(seed, "cpu"))[:rows].sort().values
         case = attention_case(
-            layout, [(0, positions)], full_rows=rows // 2, heads=(1, 7), top_k=top_k, packed=packed, device=device,
+            layout, [(0, positions)], full_rows=rows // 2, heads=heads, top_k=top_k, packed=packed, device=device,
             seed=seed,
         )  # fmt: skip
         inputs = {
@@ -376,12 +379,14 @@ def attention_cases(seed: int, device: str, rows: int) -> list[Case]:
             Case(
                 plugin="SegLatentAttention",
                 fields={
-                    "global_heads": 1, "local_heads": 7, "window": 128, "entries": int(case.entries is not None),
-                    "selected": int(case.selected is not None), "packed": int(packed),
+                    "global_heads": heads[0], "local_heads": heads[1], "window": 128,
+                    "entries": int(case.entries is not None), "selected": int(case.selected is not None),
+                    "packed": int(packed),
                 },
                 inputs=inputs,
                 outputs={
-                    "out_global": (torch.bfloat16, (rows, 1, 512)), "out_local": (torch.bfloat16, (rows // 2, 7, 512)),
+                    "out_global": (torch.bfloat16, (rows, heads[0], 512)),
+                    "out_local": (torch.bfloat16, (rows // 2, heads[1], 512)),
                 },
                 expected=attend,
             )

@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from trt_redknot.errors import ConfigError, LaunchError, RequestError
 from trt_redknot.serving.config import ServingConfig
 from trt_redknot.serving.messages import BuildRequest, DoneEvent, ServingError, ServingFault, ServingRequest, TokenEvent
 from trt_redknot.serving.running import run_until_ended
+from trt_redknot.serving.socket import MAX_TEMPORARY_BYTES
 from trt_redknot.serving.triton import parse_request, read_parameters
 from trt_redknot.serving.triton_client import TritonClient, failure_of
 from trt_redknot.serving.triton_install import TritonInstall, find_triton
@@ -173,6 +175,7 @@ def test_a_server_is_told_to_end_and_ends_with_its_launcher(tmp_path: Path) -> N
 import os
 from pathlib import Path
 from trt_redknot.serving.running import run_until_ended
+from trt_redknot.serving.socket import MAX_TEMPORARY_BYTES
 print(os.getpid(), flush=True)
 command = ["/bin/sh", "-c", "trap 'exit 7' TERM; echo $$; while :; do sleep 0.05; done"]
 raise SystemExit(run_until_ended(command, os.environ, Path({str(tmp_path / "server")!r})))
@@ -224,6 +227,37 @@ def test_serve_checks_before_it_starts(engine_dir: Path, tmp_path: Path) -> None
     assert f"--model-repository={models}" in result.stdout
     assert "--log-verbose=1" in result.stdout
     assert (models / "redknot" / "config.pbtxt").is_file()
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_what_a_server_leaves_in_the_folder_for_temporary_files_goes_with_it(
+    engine_dir: Path, tmp_path: Path, room: bool
+) -> None:
+    """A server that is ended while an engine loads removes nothing. Where the launcher's folder leaves no room for the
+    path of a socket, the server uses the one that it would have used."""
+    left = tmp_path / "left"
+    script = f"""
+mkdir "$TMPDIR/redknot-mpi-1"
+echo "$TMPDIR" > {left}
+trap "exit 5" TERM
+while :; do sleep 0.05; done"""
+    server = fake_server(tmp_path / "triton", script)
+    with tempfile.TemporaryDirectory(prefix="t") as short:
+        temporary = Path(short) if room else Path(short, "x" * (MAX_TEMPORARY_BYTES - 1 - len(os.fsencode(short))))
+        temporary.mkdir(exist_ok=True)
+        launcher = subprocess.Popen(
+            [str(ROOT / "run" / "serve_triton.sh"), "--engine", str(engine_dir), "--store", str(tmp_path / "store"),
+             "--server", str(server)],
+            env=os.environ | {"PYTHON": sys.executable, "TMPDIR": str(temporary)},
+        )  # fmt: skip
+        while not (left.exists() and left.read_text(encoding="utf-8")):
+            assert launcher.poll() is None
+            time.sleep(0.02)
+        used = Path(left.read_text(encoding="utf-8").strip())
+        launcher.terminate()
+        assert launcher.wait(30) == 5
+        assert (used.parent if room else used) == temporary
+        assert [path.name for path in temporary.iterdir()] == ([] if room else ["redknot-mpi-1"])
 
 
 def test_the_script_explains_itself() -> None:

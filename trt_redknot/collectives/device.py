@@ -6,6 +6,8 @@ the stream that was current at the call.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import itertools
 import json
 import socket
@@ -48,7 +50,7 @@ class DeviceCollectives:
         self.size = control.size
         self._control = control
         self._group = group
-        weakref.finalize(self, dist.destroy_process_group, group)
+        weakref.finalize(self, _end, group)
 
     def all_gather(self, own: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         assert own.shape[0] == counts[self.rank], f"{own.shape[0]} rows against counts {list(counts)}"
@@ -136,8 +138,18 @@ def make_group(control: Collectives, backend: str) -> dist.ProcessGroup:
         dist.init_process_group(
             backend, store=_store(control), rank=control.rank, world_size=control.size, timeout=TIMEOUT
         )
+        # Nobody else will: it is not the application's.
+        atexit.register(_end, dist.group.WORLD)
     group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=TIMEOUT)
     return group
+
+
+def _end(group: dist.ProcessGroup | None) -> None:
+    """Destroy a group that is still there: with the default group all others go."""
+    if dist.is_initialized():
+        # That of a default group which the application has destroyed and made again.
+        with contextlib.suppress(ValueError):
+            dist.destroy_process_group(group)
 
 
 def _store(control: Collectives) -> TCPStore:

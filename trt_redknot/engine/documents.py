@@ -3,8 +3,7 @@ again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,61 +11,14 @@ from numpy.typing import NDArray
 
 from trt_redknot.artifacts.contents import Part
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry
+from trt_redknot.engine.placement import Boundary, Restoration, Whole, place_of, side_by_side
 from trt_redknot.engine.pool import CachePool, SequenceState, raw_widths
 from trt_redknot.engine.rowset import RowSet
 from trt_redknot.engine.tables import ExtraRow
-from trt_redknot.engine.tiles import ArtifactReader, DirectReads, Read, TileSource
+from trt_redknot.engine.tiles import ArtifactReader, DirectReads, Piece, Read, TileSource
 from trt_redknot.engine.uploads import ArrayBatch
 from trt_redknot.observability.events import Tier
-from trt_redknot.ops.cuda.rows import write_rows
 from trt_redknot.request.segments import Segment, SegmentKind
-
-
-@dataclass(frozen=True, kw_only=True)
-class Boundary:
-    """Raw rows from artifacts that a row set may pool. Found once a row set, used in every layer.
-
-    Attributes:
-        pieces: by artifact, rows of its boundary tensor: int64 [k], on the host and on the device.
-    """
-
-    extras: tuple[ExtraRow, ...]
-    pieces: tuple[tuple[ArtifactReader, torch.Tensor, torch.Tensor], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restoration:
-    """Cached rows to fetch and the places they go to, by artifact. Found once a row set, used in every layer."""
-
-    rows: int
-    pieces: tuple[RestoredPiece, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RestoredPiece:
-    """Rows of one artifact.
-
-    Attributes:
-        rows, device_rows: int64 [k], rows of its tensors, on the host and on the device.
-        places: where they go: int64 [k] on the device, or a slice where they go side by side.
-    """
-
-    reader: ArtifactReader
-    rows: torch.Tensor
-    device_rows: torch.Tensor
-    places: torch.Tensor | slice
-
-    def read(self, part: Part, layer: int | None) -> Read:
-        return Read(reader=self.reader, part=part, layer=layer, index=self.rows, device_index=self.device_rows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Rows of a table of the pool that a document's tensor goes to."""
-
-    reader: ArtifactReader
-    part: Part
-    rows: slice
 
 
 class Documents:
@@ -95,7 +47,7 @@ class Documents:
         self._dtype = dtype
         self._device = device
         self._source = source or DirectReads(dtype, device)
-        self._places: dict[tuple[AttentionKind, bool], tuple[_Place, ...]] = {}
+        self._wholes: dict[tuple[AttentionKind, bool], tuple[Whole, ...]] = {}
 
     @property
     def moved(self) -> Mapping[Tier, int]:
@@ -130,67 +82,79 @@ class Documents:
             [
                 *(self._whole_reads(layer, only_prefix=only_prefix) if idle else ()),
                 *self._boundary_reads(layer, boundary),
-                *(piece.read(Part.LOCAL, layer) for piece in restoration.pieces),
+                *([restoration.read(Part.LOCAL, layer)] if restoration.pieces else ()),
             ]
             for layer in layers
         ]
-        streams = [] if then is None else [[piece.read(Part.STREAMS, None) for piece in then.pieces]]
+        streams = [] if then is None or not then.pieces else [[then.read(Part.STREAMS, None)]]
         self._source.announce([*reads, *streams])
 
-    def _whole_parts(self, layer: int, *, only_prefix: bool) -> Iterator[tuple[Segment, ArtifactReader, Part]]:
-        """What `load_layer` reads, in its order."""
-        parts = {
-            AttentionKind.SLIDING: (Part.LATENTS,),
-            AttentionKind.HCA: (Part.LATENTS, Part.ENTRIES),
-            AttentionKind.CSA: (Part.LATENTS, Part.ENTRIES, Part.INDEX_KEYS),
-        }[self._geometry.attention_kinds[layer]]
-        for segment, reader in self._documents:
-            if not only_prefix or segment.kind is SegmentKind.PREFIX:
-                yield from ((segment, reader, part) for part in parts)
+    def _wholes_of(self, layer: int, *, only_prefix: bool) -> tuple[Whole, ...]:
+        """What `load_layer` reads, in its order: alike in all layers of a kind."""
+        kind = self._geometry.attention_kinds[layer]
+        found = self._wholes.get((kind, only_prefix))
+        if found is None:
+            parts = {
+                AttentionKind.SLIDING: (Part.LATENTS,),
+                AttentionKind.HCA: (Part.LATENTS, Part.ENTRIES),
+                AttentionKind.CSA: (Part.LATENTS, Part.ENTRIES, Part.INDEX_KEYS),
+            }[kind]
+            ratio = self._geometry.ratio(layer)
+            documents = [
+                (segment, reader)
+                for segment, reader in self._documents
+                if not only_prefix or segment.kind is SegmentKind.PREFIX
+            ]
+            wholes = [self._whole(part, ratio, documents) for part in parts] if documents else []
+            found = self._wholes[kind, only_prefix] = tuple(wholes)
+        return found
 
-    def _whole_reads(self, layer: int, *, only_prefix: bool) -> Iterator[Read]:
-        for _, reader, part in self._whole_parts(layer, only_prefix=only_prefix):
-            yield Read(reader=reader, part=part, layer=layer)
+    def _whole(self, part: Part, ratio: int, documents: Sequence[tuple[Segment, ArtifactReader]]) -> Whole:
+        pieces = []
+        spans: list[tuple[int, int]] = []
+        for segment, reader in documents:
+            if part is Part.LATENTS:
+                first, count = segment.start, segment.length
+            else:
+                first = sum(each.entries(ratio) for each in self._segments[: segment.index])
+                count = segment.entries(ratio)
+            pieces.append(Piece(reader=reader, rows=count))
+            if spans and sum(spans[-1]) == first:
+                first, count = spans[-1][0], spans[-1][1] + count
+                spans.pop()
+            spans.append((first, count))
+        targets = tuple(slice(first, first + count) for first, count in spans)
+        return Whole(part=part, pieces=tuple(pieces), targets=targets)
+
+    def _whole_reads(self, layer: int, *, only_prefix: bool) -> list[Read]:
+        return [
+            Read(part=whole.part, layer=layer, pieces=whole.pieces)
+            for whole in self._wholes_of(layer, only_prefix=only_prefix)
+        ]
 
     def _boundary_reads(self, layer: int, boundary: Boundary) -> list[Read]:
-        if self._geometry.attention_kinds[layer] is not AttentionKind.CSA:
+        if self._geometry.attention_kinds[layer] is not AttentionKind.CSA or not boundary.pieces:
             return []
-        return [
-            Read(reader=reader, part=Part.BOUNDARY, layer=layer, index=rows, device_index=device_rows)
-            for reader, rows, device_rows in boundary.pieces
-        ]
+        return [Read(part=Part.BOUNDARY, layer=layer, pieces=boundary.pieces)]
 
     def load_layer(self, layer: int, pool: CachePool, state: SequenceState, *, only_prefix: bool) -> None:
         """Put the cached latents, entries and Indexer keys of the documents into the pool; rows that run replace
         theirs."""
-        kind = self._geometry.attention_kinds[layer]
-        if (kind, only_prefix) not in self._places:
-            self._places[kind, only_prefix] = tuple(self._whole_places(layer, state, only_prefix=only_prefix))
-        tables = {
-            Part.LATENTS: pool.latents[layer],
-            Part.ENTRIES: pool.entries[layer],
-            Part.INDEX_KEYS: pool.index_keys[layer],
-        }
+        offsets = {Part.LATENTS: state.latent_offset}
+        tables = {Part.LATENTS: pool.latents[layer]}
+        for part, table in ((Part.ENTRIES, pool.entries[layer]), (Part.INDEX_KEYS, pool.index_keys[layer])):
+            if table is not None:
+                tables[part], offsets[part] = table, state.entry_offsets[self._geometry.ratio(layer)]
         targets, values = [], []
-        for place in self._places[kind, only_prefix]:
-            table = tables[place.part]
-            assert table is not None
-            taken = self._source.take(Read(reader=place.reader, part=place.part, layer=layer))
-            targets.append(table[place.rows])
-            values.append(pool.rows.stored(place.part, taken))
+        for whole in self._wholes_of(layer, only_prefix=only_prefix):
+            taken = self._source.take(Read(part=whole.part, layer=layer, pieces=whole.pieces))
+            for rows, tensor in side_by_side(whole.targets, taken):
+                offset = offsets[whole.part]
+                targets.append(tables[whole.part][offset + rows.start : offset + rows.stop])
+                values.append(pool.rows.stored(whole.part, tensor))
         if targets:
-            # One launch: there are many documents, and every one has three tensors in a layer.
+            # One launch: every kind of row, and where they are read one by one every document, is a tensor.
             torch._foreach_copy_(targets, values)
-
-    def _whole_places(self, layer: int, state: SequenceState, *, only_prefix: bool) -> Iterator[_Place]:
-        ratio = self._geometry.ratio(layer)
-        for segment, reader, part in self._whole_parts(layer, only_prefix=only_prefix):
-            if part is Part.LATENTS:
-                first, count = state.latent_offset + segment.start, segment.length
-            else:
-                before = sum(each.entries(ratio) for each in state.segments[: segment.index])
-                first, count = state.entry_offsets[ratio] + before, segment.entries(ratio)
-            yield _Place(reader=reader, part=part, rows=slice(first, first + count))
 
     def boundary(self, rows: RowSet) -> Boundary:
         """Last rows of documents that do not run with `rows`; their raw projections are in the artifact."""
@@ -207,7 +171,7 @@ class Documents:
                 extras += [ExtraRow(sequence=0, position=segment.start + int(row), exact=exact) for row in idle]
         there = ArrayBatch([kept for _, kept in found]).upload(self._device)
         pieces = [
-            (reader, torch.from_numpy(kept), device_rows)
+            Piece(reader=reader, rows=len(kept), index=torch.from_numpy(kept), device_index=device_rows)
             for (reader, kept), device_rows in zip(found, there, strict=True)
         ]
         return Boundary(extras=tuple(extras), pieces=tuple(pieces))
@@ -218,7 +182,7 @@ class Documents:
         if self._geometry.attention_kinds[layer] is not AttentionKind.CSA:
             return [torch.empty((0, width), dtype=self._dtype, device=self._device) for width in widths]
         parts = [torch.empty((0, sum(widths)), dtype=self._dtype, device=self._device)]
-        parts += [self._source.take(read) for read in self._boundary_reads(layer, boundary)]
+        parts += [rows for read in self._boundary_reads(layer, boundary) for rows in self._source.take(read)]
         # Few rows, which then join many: whole rows join at the speed of a copy, columns of a wider tensor do not.
         return [columns.contiguous() for columns in torch.cat(parts).split(widths, dim=1)]
 
@@ -233,33 +197,32 @@ class Documents:
             inside = np.flatnonzero((positions >= segment.start) & (positions < segment.stop))
             if inside.size:
                 found.append((reader, positions[inside] - segment.start, inside if places is None else places[inside]))
-        arrays = [array for _, rows, target in found for array in (rows, target)]
-        there = iter(ArrayBatch(arrays).upload(self._device))
-        pieces = []
-        for reader, rows, target in found:
-            device_rows, scattered = next(there), next(there)
-            first, last = int(target[0]), int(target[-1])
-            side_by_side = last - first + 1 == len(target) and bool((np.diff(target) == 1).all())
-            pieces.append(
-                RestoredPiece(
-                    reader=reader, rows=torch.from_numpy(rows), device_rows=device_rows,
-                    places=slice(first, last + 1) if side_by_side else scattered,
-                )
-            )  # fmt: skip
-        return Restoration(rows=len(positions), pieces=tuple(pieces))
+        targets = [target for _, _, target in found]
+        whole = np.concatenate([np.empty(0, dtype=np.int64), *targets])
+        arrays = [*(rows for _, rows, _ in found), *targets, whole]
+        there = ArrayBatch(arrays).upload(self._device)
+        pieces = [
+            Piece(reader=reader, rows=len(rows), index=torch.from_numpy(rows), device_index=device_rows)
+            for (reader, rows, _), device_rows in zip(found, there[: len(found)], strict=True)
+        ]
+        put = [place_of(*each) for each in zip([*targets, whole], there[len(found) :], strict=True)]
+        return Restoration(rows=len(positions), pieces=tuple(pieces), places=tuple(put[:-1]), place=put[-1])
 
     def restore_local(self, layer: int, restoration: Restoration) -> torch.Tensor:
-        """Cached Local contributions of the rows, in their order: [rows, G * C of this rank]."""
+        """Cached Local contributions of the rows, in their order: [rows, G * C of this rank]. Valid until rows of a
+        later layer are restored."""
+        taken = self._source.take(restoration.read(Part.LOCAL, layer)) if restoration.pieces else []
+        if len(taken) == 1 and restoration.place == slice(0, restoration.rows):
+            return taken[0]
         restored = torch.empty((restoration.rows, self._local_width), dtype=self._dtype, device=self._device)
-        for piece in restoration.pieces:
-            _put(restored, piece.places, self._source.take(piece.read(Part.LOCAL, layer)))
+        restoration.put(restored, taken)
         return restored
 
     def fill_streams(self, streams: torch.Tensor, restoration: Restoration) -> None:
         """Put the residual streams that the artifacts kept before the trailing fence into their places of
         [rows, S, M]."""
-        for piece in restoration.pieces:
-            _put(streams, piece.places, self._source.take(piece.read(Part.STREAMS, None)))
+        if restoration.pieces:
+            restoration.put(streams, self._source.take(restoration.read(Part.STREAMS, None)))
 
     def salience(self, ratio: int) -> NDArray[np.float64]:
         """Salience the artifacts kept, for every entry of the request; entries of fresh segments have none (zero)."""
@@ -273,10 +236,3 @@ class Documents:
             else:
                 values.append(reader.tensor(Part.SALIENCE, None, torch.float64).cpu().numpy())
         return np.concatenate(values)
-
-
-def _put(target: torch.Tensor, places: torch.Tensor | slice, values: torch.Tensor) -> None:
-    if isinstance(places, slice):
-        target[places].copy_(values)
-    else:
-        write_rows(target, places, values)

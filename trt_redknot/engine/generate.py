@@ -18,6 +18,7 @@ from trt_redknot.engine.context import RankContext
 from trt_redknot.engine.decode import Decoder
 from trt_redknot.engine.documents import Documents
 from trt_redknot.engine.head import logits_of
+from trt_redknot.engine.lookahead import Asked, DecodeSteps
 from trt_redknot.engine.pool import CachePool, PoolRows, SequenceState
 from trt_redknot.engine.prefill import Prefill
 from trt_redknot.engine.response import Response
@@ -89,8 +90,18 @@ class Running:
         return bool(self.tokens) and self.tokens[-1] in self.stop
 
     @property
+    def asked(self) -> Asked:
+        """Its part of the next decode step."""
+        return Asked(state=self.state, token=self.tokens[-1], greedy=self.sampler.greedy, last=self.left <= 1)
+
+    @property
+    def left(self) -> int:
+        """Tokens until the limit."""
+        return self.admitted.request.max_new_tokens - len(self.tokens)
+
+    @property
     def done(self) -> bool:
-        return self.stopped or len(self.tokens) >= self.admitted.request.max_new_tokens
+        return self.stopped or self.left <= 0
 
 
 class Generation:
@@ -100,11 +111,12 @@ class Generation:
 
     Args:
         pool: where the requests' caches are.
+        ahead: queue decode steps before they are asked for; left out: where that pays (:mod:`.lookahead`).
     """
 
-    def __init__(self, context: RankContext, pool: CachePool) -> None:
+    def __init__(self, context: RankContext, pool: CachePool, *, ahead: bool | None = None) -> None:
         self._context = context
-        self._decoder = Decoder(context, pool)
+        self._steps = DecodeSteps(Decoder(context, pool), ahead=ahead)
         self.pool = pool
 
     @staticmethod
@@ -175,10 +187,14 @@ class Generation:
     def decode(self, batch: Sequence[Running]) -> None:
         """One more token for each of these requests, which are prefilled and not done."""
         started = time.perf_counter()
-        logits = self._decoder.step([each.state for each in batch], [each.tokens[-1] for each in batch])
+        found = self._steps.next([each.asked for each in batch])
+        if all(each.sampler.greedy for each in batch):
+            drawn = found.tokens()
+        else:
+            drawn = [each.sampler.draw(row) for each, row in zip(batch, found.logits(), strict=True)]
         elapsed = time.perf_counter() - started
-        for each, row in zip(batch, logits, strict=True):
-            each.tokens.append(each.sampler.draw(row))
+        for each, token in zip(batch, drawn, strict=True):
+            each.tokens.append(token)
             each.decode_s += elapsed
 
     def respond(self, running: Running) -> Response:

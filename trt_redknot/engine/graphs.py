@@ -4,30 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Generic, TypeVar
 
 import torch
 
 from trt_redknot.engine.uploads import ArrayBatch
 
+Result = TypeVar("Result")
 
-class CapturedStep:
-    """A step that was captured over a buffer of its own, to be replayed for other numbers of the same layout."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, numbers: torch.Tensor, result: torch.Tensor) -> None:
+class CapturedStep(Generic[Result]):
+    """A step that was captured over a buffer of its own, to be replayed for other numbers of the same layout.
+
+    Args:
+        numbers: the buffer.
+        first: the view of the batch's first array in it.
+        result: what the step gives, in memory of its own.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, numbers: torch.Tensor, first: torch.Tensor, result: Result) -> None:
         self._graph = graph
         self._numbers = numbers
+        self._first = first
         self._result = result
 
-    def replay(self, batch: ArrayBatch) -> torch.Tensor:
-        """The step's result, valid until the next replay. Queued on the current stream; the host does not wait."""
+    def replay(self, batch: ArrayBatch, first: torch.Tensor | None = None) -> Result:
+        """The step's result, valid until the next replay. Queued on the current stream; the host does not wait.
+
+        Args:
+            first: the numbers of the batch's first array, on the device, in place of those that the host has.
+        """
         self._numbers.copy_(batch.packed(self._numbers.device), non_blocking=True)
+        if first is not None:
+            self._first.copy_(first)
         self._graph.replay()
         return self._result
 
 
 def capture(
-    run: Callable[[Sequence[torch.Tensor]], torch.Tensor], batch: ArrayBatch, device: torch.device
-) -> CapturedStep:
+    run: Callable[[Sequence[torch.Tensor]], Result], batch: ArrayBatch, device: torch.device
+) -> CapturedStep[Result]:
     """Capture what `run` queues for tensors of the batch's layout. Nothing runs before the first replay.
 
     Other threads may use the device meanwhile.
@@ -36,6 +52,7 @@ def capture(
         RuntimeError: `run` does something that no graph can hold, such as waiting for the device.
     """
     numbers = torch.zeros(batch.size, dtype=torch.int64, device=device)
+    views = batch.views(numbers)
     graph = torch.cuda.CUDAGraph()
     current = torch.cuda.current_stream(device)
     beside = _capture_stream(device)
@@ -44,11 +61,11 @@ def capture(
     with torch.cuda.stream(beside):
         graph.capture_begin(capture_error_mode="thread_local")
         try:
-            result = run(batch.views(numbers))
+            result = run(views)
         finally:
             graph.capture_end()
     current.wait_stream(beside)
-    return CapturedStep(graph, numbers, result)
+    return CapturedStep(graph, numbers, views[0], result)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -83,6 +84,12 @@ class SequenceState:
             self.segments[-1] = grown
         else:
             self.segments.append(Segment(index=last.index + 1, kind=SegmentKind.FRESH, start=last.stop, length=1))
+
+    def grown(self) -> SequenceState:
+        """The same place with one more generated token; this one stays as it is."""
+        longer = dataclasses.replace(self, segments=list(self.segments))
+        longer.append_token()
+        return longer
 
 
 def tail_rows(kind: AttentionKind, ratio: int) -> int:

@@ -18,10 +18,15 @@ class Sampler:
         self._sampling = sampling
         self._generator = torch.Generator(device="cpu").manual_seed(sampling.seed)
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the next token is the best one, whatever was drawn before."""
+        return self._sampling.temperature == 0.0
+
     def draw(self, logits_V: torch.Tensor) -> int:
         """The next token for fp32 logits [V]."""
         sampling = self._sampling
-        if sampling.temperature == 0.0:
+        if self.greedy:
             return int(logits_V.argmax())
         logits = logits_V.double().cpu()
         # The best is zero before it is divided: the least temperature then leaves it and drops the rest.

@@ -69,15 +69,27 @@ def upload(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
     return ArrayBatch([array]).upload(device)[0]
 
 
+class Arriving:
+    """Numbers on their way to the host, in the order of the current stream."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._there: torch.cuda.Event | None = None
+        if values.device.type != "cuda":
+            self._host = values
+            return
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._there = torch.cuda.Event()
+        self._there.record(torch.cuda.current_stream(values.device))
+
+    def wait(self) -> NDArray[Any]:
+        """The numbers, in their own dtype. Waits for the device where they are not there yet."""
+        if self._there is not None:
+            self._there.synchronize()
+        arrived: NDArray[Any] = self._host.numpy()
+        return arrived
+
+
 def fetch(values: torch.Tensor) -> NDArray[Any]:
-    """Numbers on the host, in their own dtype. Waits for the device: only where the host's next decision needs them."""
-    if values.device.type != "cuda":
-        fetched: NDArray[Any] = values.numpy()
-        return fetched
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(values.device))
-    event.synchronize()
-    arrived: NDArray[Any] = host.numpy()
-    return arrived
+    """Numbers on the host. Waits for the device: only where the host's next decision needs them."""
+    return Arriving(values).wait()

@@ -10,6 +10,7 @@ import torch
 
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.engine.decode import Decoder
+from trt_redknot.engine.lookahead import Asked, DecodeSteps
 from trt_redknot.engine.pool import SequenceState
 from trt_redknot.engine.tiles import ArtifactReader
 from trt_redknot.evaluation.metering import Ceilings, Clock
@@ -62,11 +63,12 @@ def decode_rate(
     context, ratio = rank.context, rank.context.geometry.csa_ratio
     found = first_token(context, segments, artifacts, policy, room=decode_room(ratio, tokens))
     decoder = Decoder(context, found.pool)
-    last = _run(decoder, found.state, int(found.logits.argmax()), ratio + 2)
+    steps = DecodeSteps(decoder)
+    last = greedy_tokens(steps, found.state, int(found.logits.argmax()), ratio + 2)[-1]
     finish(context.device)
     graphs = decoder.captured
     started = time.perf_counter()
-    last = _run(decoder, found.state, last, tokens)
+    last = greedy_tokens(steps, found.state, last, tokens)[-1]
     finish(context.device)
     seconds = time.perf_counter() - started
     metered, meter = rank.metered(clock)
@@ -78,8 +80,10 @@ def decode_rate(
 
 
 @torch.inference_mode()
-def _run(decoder: Decoder, state: SequenceState, last: int, count: int) -> int:
-    """The last of `count` tokens."""
-    for _ in range(count):
-        last = int(decoder.step([state], [last])[0].argmax())
-    return last
+def greedy_tokens(steps: DecodeSteps, state: SequenceState, last: int, count: int) -> list[int]:
+    """The `count` best tokens that follow `last`, each read before the next is asked for. No step is left queued."""
+    tokens = []
+    for left in range(count, 0, -1):
+        last = steps.next([Asked(state=state, token=last, greedy=True, last=left == 1)]).tokens()[0]
+        tokens.append(last)
+    return tokens

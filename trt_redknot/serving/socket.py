@@ -28,6 +28,8 @@ _HEADER = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")
 # Linux keeps 108 bytes for the path of a unix socket, its closing zero included.
 _MAX_PATH_BYTES = 107
+# Of a folder for temporary files in which the folder of a listener can be made.
+MAX_TEMPORARY_BYTES = _MAX_PATH_BYTES - len("/redknot-01234567/service.sock")
 
 
 class ChannelError(RedKnotError):

@@ -20,6 +20,7 @@ from trt_redknot.launch import find_mpirun, mpirun_environment, session_folder
 from trt_redknot.leftovers import region_prefix, remove_leftovers, remove_regions
 from trt_redknot.serving.ending import FrontEnds
 from trt_redknot.serving.running import run_until_ended
+from trt_redknot.serving.socket import MAX_TEMPORARY_BYTES
 from trt_redknot.serving.triton_install import TritonInstall, find_triton
 from trt_redknot.serving.triton_repository import MODEL, write_repository
 
@@ -163,6 +164,9 @@ def serve(
             print((folder / MODEL / "config.pbtxt").read_text(encoding="utf-8"), end="")
             return 0
         environment = install.environment(mpirun_environment(os.environ))
+        if len(os.fsencode(scratch)) <= MAX_TEMPORARY_BYTES:
+            # What a process of the server leaves that is killed before it can tidy up, as one that loads an engine is.
+            environment["TMPDIR"] = str(scratch)
         if mode == "leader":
             environment |= session_folder(scratch)
         environment["PRTE_MCA_odls_base_sigkill_timeout"] = str(_JOB_END_S)

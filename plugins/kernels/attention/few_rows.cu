@@ -8,6 +8,7 @@
 
 #include "common/check.h"
 #include "common/cluster.cuh"
+#include "common/cluster_launch.h"
 #include "common/packing.cuh"
 #include "common/ptx.cuh"
 #include "kernels/attention/few_rows.h"
@@ -120,28 +121,16 @@ class FewRows {
 
   // Which slots of the row's keys are this block's.
   __device__ __forceinline__ void share() {
-    Group const& group = shared_.table.group;
-    bool const empty = op_.latent_rows == 0 || group.segments == 0;
-    int const entries = op_.entries == nullptr || op_.entry_rows == 0 ? 0
-                        : op_.selected != nullptr                     ? op_.top_k
-                                                                      : group.most_visible;
-    int const slots = empty ? 0 : group.window_slots + entries;
+    int const slots = keys_.is_empty() ? 0 : shared_.table.group.window_slots + keys_.entry_slots();
     int const own = (slots + kSplit - 1) / kSplit;
     begin_ = min(slots, static_cast<int>(cluster::rank()) * own);
     end_ = min(slots, begin_ + own);
   }
 
   __device__ __forceinline__ Key find(int slot) const {
-    Group const& group = shared_.table.group;
+    int const number = slot - shared_.table.group.window_slots;
     if (slot >= end_) return keys_.none();
-    if (slot < group.window_slots) return keys_.in_window(slot);
-    int const number = slot - group.window_slots;
-    if (op_.selected == nullptr) return keys_.at_entry(group.first_entry + number, number);
-    int64_t const selected = __ldg(op_.selected + int64_t{unit_.row} * op_.top_k + number);
-    // Entries that the row does not see yet are dropped.
-    int64_t const limit = int64_t{group.first_entry} + group.most_visible;
-    return selected < group.first_entry || selected >= limit ? keys_.none()
-                                                             : keys_.at_entry(static_cast<int>(selected), 0);
+    return number < 0 ? keys_.in_window(slot) : keys_.entry(number, keys_.announce(unit_.row, number));
   }
 
   // Starts the loads of the tile of slots from `first` on.
@@ -394,31 +383,15 @@ __global__ void __launch_bounds__(kThreads) few_rows_kernel(__grid_constant__ La
 
 template <bool kPacked>
 Status start(Launch const& launch, cudaStream_t stream) {
-  constexpr int kBytes = static_cast<int>(sizeof(FewShared));
+  constexpr size_t kBytes = sizeof(FewShared);
   auto* const kernel = few_rows_kernel<kPacked>;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) != cudaSuccess ||
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());  // a chip with less shared memory, or with smaller clusters
-    return Status::kUnsupported;
-  }
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = kSplit;
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(kSplit * (launch.full.units + launch.tail.units)));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  if (cudaLaunchKernelEx(&config, kernel, launch) != cudaSuccess) {
-    // Nothing was launched: a slice of a GPU may have no sixteen multiprocessors side by side.
-    static_cast<void>(cudaGetLastError());
-    return Status::kUnsupported;
-  }
-  return Status::kSuccess;
+  Status const allowed = allow_clusters(kernel, kBytes);
+  REDKNOT_REQUIRE(allowed == Status::kSuccess, allowed);
+  ClusterShape const shape{.cluster = kSplit,
+                           .grid = static_cast<unsigned>(kSplit * (launch.full.units + launch.tail.units)),
+                           .block = kThreads,
+                           .shared = kBytes};
+  return launch_clusters(kernel, shape, stream, launch);
 }
 
 }  // namespace

@@ -14,6 +14,12 @@ struct Interval {
   int32_t high;
 };
 
+// How many tiles a group's slots fill: those of the windows first, then those of the entries.
+struct Tiles {
+  int32_t windows;
+  int32_t all;
+};
+
 enum class Source : int32_t { kWindow, kSelected, kEntries };
 
 // A key: where its latent lies, the request position of its frame's origin, and what its visibility is judged by:
@@ -88,6 +94,34 @@ class Keys {
     int const segment = last_not_above(kEntry, row), inside = row - column(kEntry, segment);
     if (inside < 0 || inside >= column(kEntries, segment)) return none();
     return {static_cast<uint8_t const*>(op_.entries) + int64_t{row} * row_bytes_, column(kStart, segment), x};
+  }
+
+  // Slots after those of the windows. A group without segments or latents has no slots at all.
+  __device__ __forceinline__ int entry_slots() const {
+    if (op_.entries == nullptr || op_.entry_rows == 0) return 0;
+    return op_.selected != nullptr ? op_.top_k : table_.group.most_visible;
+  }
+  __device__ __forceinline__ bool is_empty() const { return op_.latent_rows == 0 || table_.group.segments == 0; }
+  __device__ __forceinline__ Tiles tiles(int keys_per_tile) const {
+    int const windows = (table_.group.window_slots + keys_per_tile - 1) / keys_per_tile;
+    return {windows, is_empty() ? 0 : windows + (entry_slots() + keys_per_tile - 1) / keys_per_tile};
+  }
+
+  // The entry that `row` selects for slot `number` of the entries, -1 for none; `entry` takes it.
+  __device__ __forceinline__ int announce(int row, int number) const {
+    if (op_.selected == nullptr || number < 0 || number >= op_.top_k) return -1;
+    int64_t const entry = __ldg(op_.selected + int64_t{row} * op_.top_k + number);
+    return static_cast<int>(max(int64_t{-1}, min(entry, int64_t{INT32_MAX})));
+  }
+
+  // The key of slot `number` of the entries. Selected ones that the row does not see yet are dropped.
+  __device__ __forceinline__ Key entry(int number, int announced) const {
+    Group const& group = table_.group;
+    if (op_.selected == nullptr) {
+      return number < group.most_visible ? at_entry(group.first_entry + number, number) : none();
+    }
+    int64_t const limit = int64_t{group.first_entry} + group.most_visible;
+    return announced < group.first_entry || announced >= limit ? none() : at_entry(announced, 0);
   }
 
   // The key of a slot of the windows.

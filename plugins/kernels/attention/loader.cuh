@@ -27,9 +27,9 @@ class Loader {
   }
 
   __device__ __forceinline__ void fill() {
-    window_tiles_ = shared_.window_tiles;
-    int const tiles = shared_.tiles;
-    int64_t selected = announce(0);
+    window_tiles_ = shared_.tiles.windows;
+    int const tiles = shared_.tiles.all;
+    int selected = announce(0);
     for (int tile = 0; tile < tiles; ++tile) {
       Key const key = resolve(tile, selected);
       selected = announce(tile + 1);
@@ -90,36 +90,17 @@ class Loader {
     int const row = min(lane_, unit_.rows - 1);
     keys_.enter(begin, unit_.rows, shared_.row_position[row], shared_.row_visible[row], shared_.row_first[row],
                 shared_.row_last[row], lane_);
-    if (lane_ != 0) return;
-    Group const& group = shared_.table.group;
-    bool const empty = op_.latent_rows == 0 || group.segments == 0;
-    int const entries = op_.entries == nullptr || op_.entry_rows == 0 ? 0
-                        : op_.selected != nullptr                     ? op_.top_k
-                                                                      : group.most_visible;
-    int const window_tiles = (group.window_slots + kTileKeys - 1) / kTileKeys;
-    shared_.window_tiles = window_tiles;
-    shared_.tiles = empty ? 0 : window_tiles + (entries + kTileKeys - 1) / kTileKeys;
+    if (lane_ == 0) shared_.tiles = keys_.tiles(kTileKeys);
   }
 
   // The selected entry that `resolve` will need.
-  __device__ __forceinline__ int64_t announce(int tile) const {
-    int const number = (tile - window_tiles_) * kTileKeys + place();
-    return op_.selected != nullptr && number >= 0 && number < op_.top_k
-               ? __ldg(op_.selected + int64_t{unit_.row} * op_.top_k + number)
-               : -1;
+  __device__ __forceinline__ int announce(int tile) const {
+    return keys_.announce(unit_.row, (tile - window_tiles_) * kTileKeys + place());
   }
 
-  __device__ __forceinline__ Key resolve(int tile, int64_t selected) const {
-    Group const& group = shared_.table.group;
-    if (tile < window_tiles_) return keys_.in_window(tile * kTileKeys + place());
-    if (op_.selected != nullptr) {
-      // Entries that the row does not see yet are dropped.
-      int64_t const limit = int64_t{group.first_entry} + group.most_visible;
-      if (selected < group.first_entry || selected >= limit) return keys_.none();
-      return keys_.at_entry(static_cast<int>(selected), 0);
-    }
-    int const x = (tile - window_tiles_) * kTileKeys + place();
-    return x < group.most_visible ? keys_.at_entry(group.first_entry + x, x) : keys_.none();
+  __device__ __forceinline__ Key resolve(int tile, int selected) const {
+    int const number = (tile - window_tiles_) * kTileKeys + place();
+    return tile < window_tiles_ ? keys_.in_window(tile * kTileKeys + place()) : keys_.entry(number, selected);
   }
 
   static __device__ __forceinline__ int largest_scale(uint2 scales) {

@@ -2,6 +2,7 @@
 #include "kernels/attention/few_rows.h"
 #include "kernels/attention/seg_latent_attention.h"
 #include "kernels/attention/units.cuh"
+#include "kernels/attention/unpack_seen.h"
 #include "kernels/attention/wide.h"
 
 namespace redknot {
@@ -28,12 +29,24 @@ constexpr int kMostColumns = 64;
 // Rows with more heads than this fill the M dimension of the products by themselves (wide.h).
 constexpr int kNarrowHeads = 32;
 
-bool is_wide(int heads) { return heads > kNarrowHeads; }
+// Units of one row each.
+Launch few_rows_launch(SegLatentAttentionParams const& op) {
+  return {op, make_region(0, op.full_rows, op.global_heads + op.local_heads, kFewHeads, false),
+          make_region(op.full_rows, op.rows - op.full_rows, op.global_heads, kFewHeads, false)};
+}
+
+bool are_few(SegLatentAttentionParams const& op) {
+  Launch const few = few_rows_launch(op);
+  return int64_t{few.full.units} + few.tail.units <= kFewUnits;
+}
+
+// Whether rows of a call have many heads. Few rows never do: where clusters do not serve them, blocks of columns do.
+bool is_wide(SegLatentAttentionParams const& op, int heads) { return heads > kNarrowHeads && !are_few(op); }
 
 // The regions of a call whose rows have many heads, or the others.
 Launch regions(SegLatentAttentionParams const& op, bool wide, int columns, bool shares_keys) {
   auto const region = [&](int first_row, int rows, int heads) {
-    return make_region(first_row, is_wide(heads) == wide ? rows : 0, heads, columns, shares_keys);
+    return make_region(first_row, is_wide(op, heads) == wide ? rows : 0, heads, columns, shares_keys);
   };
   return {op, region(0, op.full_rows, op.global_heads + op.local_heads),
           region(op.full_rows, op.rows - op.full_rows, op.global_heads)};
@@ -45,7 +58,7 @@ int columns_for(SegLatentAttentionParams const& op) {
   int most_heads = 0;
   int64_t used = 0;
   auto const count = [&](int rows, int heads) {
-    if (rows == 0 || is_wide(heads)) return;
+    if (rows == 0 || is_wide(op, heads)) return;
     most_heads = most_heads < heads ? heads : most_heads;
     used += int64_t{rows} * heads;
   };
@@ -89,14 +102,26 @@ Status check(SegLatentAttentionParams const& op) {
   return Status::kSuccess;
 }
 
-// Units of one row each.
-Launch few_rows_launch(SegLatentAttentionParams const& op) {
-  return {op, make_region(0, op.full_rows, op.global_heads + op.local_heads, kFewHeads, false),
-          make_region(op.full_rows, op.rows - op.full_rows, op.global_heads, kFewHeads, false)};
+// Rows with many heads.
+Status attend_wide(Launch launch, cudaStream_t stream) {
+  SegLatentAttentionParams const& op = launch.op;
+  if (op.pool_dtype == Dtype::kPacked) {
+    REDKNOT_REQUIRE(op.workspace_bytes >= unpacked_bytes(op), Status::kWorkspaceTooSmall);
+    REDKNOT_REQUIRE(aligned(op.workspace, 16), Status::kMisaligned);
+    Status const done = unpack_seen(launch, op.workspace, stream);
+    if (done != Status::kSuccess) return done;
+  }
+  return launch_wide(launch, stream);
 }
 
 }  // namespace
 }  // namespace attention
+
+size_t seg_latent_attention_workspace(SegLatentAttentionParams const& params) {
+  bool const wide = (params.full_rows > 0 && attention::is_wide(params, params.global_heads + params.local_heads)) ||
+                    (params.rows > params.full_rows && attention::is_wide(params, params.global_heads));
+  return wide && params.pool_dtype == Dtype::kPacked ? attention::unpacked_bytes(params) : 0;
+}
 
 Status seg_latent_attention(SegLatentAttentionParams const& params, cudaStream_t stream) {
   Status const valid = attention::check(params);
@@ -109,14 +134,12 @@ Status seg_latent_attention(SegLatentAttentionParams const& params, cudaStream_t
   if (!any_wide && !any_narrow) return Status::kSuccess;
   Status const device = require_warpgroup_products();
   if (device != Status::kSuccess) return device;
-  attention::Launch const few = attention::few_rows_launch(params);
-  if (int64_t{few.full.units} + few.tail.units <= attention::kFewUnits) {
-    Status const done = attention::attend_few_rows(few, packed, stream);
+  if (attention::are_few(params)) {
+    Status const done = attention::attend_few_rows(attention::few_rows_launch(params), packed, stream);
     if (done != Status::kUnsupported) return done;
   }
   if (any_wide) {
-    Status const done =
-        packed ? attention::launch_wide<true>(wide, stream) : attention::launch_wide<false>(wide, stream);
+    Status const done = attention::attend_wide(wide, stream);
     if (done != Status::kSuccess || !any_narrow) return done;
   }
   return packed ? attention::launch_with<true>(columns, narrow, stream)

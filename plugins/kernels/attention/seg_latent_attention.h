@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "common/dtype.h"
@@ -38,7 +39,13 @@ struct SegLatentAttentionParams {
   int32_t top_k;  // at most 1024
   int32_t window;
   Dtype pool_dtype;  // kBFloat16 or kPacked
+  void* workspace;   // seg_latent_attention_workspace bytes, 16-byte aligned
+  size_t workspace_bytes;
 };
+
+// Bytes that a call of these sizes needs: packed pools that rows with many heads would decode again and again become
+// bf16 there. Only sizes and the format are looked at; fewer rows or latents never need more.
+REDKNOT_API size_t seg_latent_attention_workspace(SegLatentAttentionParams const& params);
 
 // Indices that point outside a pool or a table are dropped or clamped, never followed.
 REDKNOT_API Status seg_latent_attention(SegLatentAttentionParams const& params, cudaStream_t stream);

@@ -84,7 +84,7 @@ struct Shared {
   int32_t column_row[T::kColumns];                      // row of the unit, -1: none
   int32_t position[T::kColumns], visible[T::kColumns];  // of the columns of the current group; least: none
   int32_t row_position[T::kUnitRows], row_visible[T::kUnitRows], row_first[T::kUnitRows], row_last[T::kUnitRows];
-  int32_t window_tiles, tiles;
+  Tiles tiles;
   KeyTable<T::kUnitRows, T::kSegments> table;
 };
 

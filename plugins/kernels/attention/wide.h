@@ -5,11 +5,8 @@
 
 namespace redknot::attention {
 
-// Attention of units of one row and up to 64 heads.
-template <bool kPacked>
+// Attention of units of one row and up to 64 heads, bf16 pools. Blocks may start while the kernel before on the stream
+// still runs, if that lets them, and wait for it.
 Status launch_wide(Launch const& launch, cudaStream_t stream);
-
-extern template Status launch_wide<true>(Launch const&, cudaStream_t);
-extern template Status launch_wide<false>(Launch const&, cudaStream_t);
 
 }  // namespace redknot::attention

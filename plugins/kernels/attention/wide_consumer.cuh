@@ -12,7 +12,7 @@
 namespace redknot::attention::wide {
 
 // What both warpgroups do with their half of the channels.
-template <int kHalf, bool kPacked>
+template <int kHalf>
 class Half {
  public:
   __device__ Half(SegLatentAttentionParams const& op, Shared& shared)
@@ -27,39 +27,10 @@ class Half {
   Turn stage_, exchange_;
   float o_[2][kQuarter][4];  // of 128 channels each
 
-  // q of this warp's heads; heads past the last repeat it: nothing of them is written.
-  __device__ __forceinline__ void open(Unit const& unit) {
-    Rows const rows(op_, unit, static_cast<__nv_bfloat16 const*>(op_.q_global),
-                    static_cast<__nv_bfloat16 const*>(op_.q_local));
-    float4 angles[2];
-    if (is_rope()) {
-      auto const* from = reinterpret_cast<float4 const*>(rope_at(op_, narrow(__ldg(op_.positions + unit.row)))) +
-                         2 * (lane_ - kFirstRopeLane);
-      angles[0] = __ldg(from), angles[1] = __ldg(from + 1);
-    }
-    uint4 chunks[kWarpHeads];
-#pragma unroll
-    for (int i = 0; i < kWarpHeads; ++i) {
-      int const head = min(kWarpHeads * warp_ + i, unit.heads - 1);
-      chunks[i] = ptx::load_16(rows.at(head) + kHalf * kHalfChannels + 8 * lane_);
-    }
-#pragma unroll
-    for (int i = 0; i < kWarpHeads; ++i) {
-      if (is_rope()) {
-        turn(chunks[i], angles);
-      } else if constexpr (kPacked) {
-        chunks[i] = exchange_inner(chunks[i]);
-      }
-      *reinterpret_cast<uint4*>(place(kWarpHeads * warp_ + i)) = chunks[i];
-    }
-    wgmma::publish();
-  }
-
+  __device__ __forceinline__ void open(Unit const&) const {}
   __device__ __forceinline__ void announce(Unit const&) const {}
 
-  // All threads of both groups: q is there.
   __device__ __forceinline__ void begin() {
-    ptx::sync_threads(kQueriesKnown, 2 * kGroupThreads);
 #pragma unroll
     for (int n = 0; n < 2 * kQuarter; ++n) {
       auto& sums = tile(n);
@@ -79,35 +50,37 @@ class Half {
     }
   }
 
-  // The outputs of this warp's heads leave through the place of q.
+  // The outputs of this warp's heads leave in lines of 64 channels.
   __device__ __forceinline__ void end(Unit const& unit) {
     if constexpr (kHalf == 1) turn_back(narrow(__ldg(op_.positions + unit.row)));
-    int const row = kWarpHeads * warp_ + lane_ % 16;
-    uint32_t const to = ptx::shared_address(shared_.query) + kHalf * kHalfParts * kPartBytes;
-#pragma unroll
-    for (int n = 0; n < kHalfChannels / 8; n += 2) {
-      auto const &first = tile(n), &second = tile(n + 1);
-      ptx::store_matrices(to + n / 8 * kPartBytes + wgmma::swizzled(row, n % 8 + lane_ / 16),
-                          ptx::pack_bf16(first[0], first[1]), ptx::pack_bf16(first[2], first[3]),
-                          ptx::pack_bf16(second[0], second[1]), ptx::pack_bf16(second[2], second[3]));
-    }
-    __syncwarp();
     Rows const rows(op_, unit, static_cast<__nv_bfloat16*>(op_.out_global), static_cast<__nv_bfloat16*>(op_.out_local));
-    bool const exchanged = kPacked && !is_rope();
-#pragma unroll 8
-    for (int i = 0; i < kWarpHeads; ++i) {
-      int const head = kWarpHeads * warp_ + i;
-      uint4 const chunk = *reinterpret_cast<uint4 const*>(place(head));
-      auto* const out = reinterpret_cast<uint4*>(rows.at(head) + kHalf * kHalfChannels) + lane_;
-      if (head < unit.heads) *out = exchanged ? exchange_inner(chunk) : chunk;
+    uint8_t* const lines = shared_.output[4 * kHalf + warp_];
+    uint32_t const to = ptx::shared_address(lines);
+#pragma unroll
+    for (int part = 0; part < kHalfParts; ++part) {
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        auto const &first = tile(8 * part + n), &second = tile(8 * part + n + 1);
+        ptx::store_matrices(to + wgmma::swizzled(lane_ % 16, n + lane_ / 16), ptx::pack_bf16(first[0], first[1]),
+                            ptx::pack_bf16(first[2], first[3]), ptx::pack_bf16(second[0], second[1]),
+                            ptx::pack_bf16(second[2], second[3]));
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kWarpHeads; i += 4) {
+        int const own = i + lane_ / 8, head = kWarpHeads * warp_ + own;
+        uint4 const chunk = *reinterpret_cast<uint4 const*>(lines + wgmma::swizzled(own, lane_ % 8));
+        auto* const out = rows.at(head) + kHalf * kHalfChannels + part * kPartChannels + 8 * (lane_ % 8);
+        if (head < unit.heads) *reinterpret_cast<uint4*>(out) = chunk;
+      }
+      __syncwarp();
     }
-    __syncwarp();
   }
 
-  // Waits for the stage. Decoded keys were published by the threads that wrote them, copies can be only here.
+  // Waits for the stage, for the matrix units as well.
   __device__ __forceinline__ void await() const {
     wait(shared_.full[stage_.index], stage_.parity);
-    if constexpr (!kPacked) wgmma::publish();
+    wgmma::publish();
   }
 
   __device__ __forceinline__ uint64_t values() const {
@@ -116,27 +89,6 @@ class Half {
   }
 
  private:
-  static constexpr int kWarpHeads = kHeads / 4;
-
-  static constexpr int kFirstRopeLane = 32 - kRopeDim / 8;
-  // Whether this lane's 8 channels of a head are rotated.
-  __device__ __forceinline__ bool is_rope() const { return kHalf == 1 && lane_ >= kFirstRopeLane; }
-  // They, in the place of q.
-  __device__ __forceinline__ uint8_t* place(int head) const {
-    return shared_.query + (kHalf * kHalfParts + lane_ / 8) * kPartBytes + wgmma::swizzled(head, lane_ % 8);
-  }
-
-  static __device__ __forceinline__ void turn(uint4& chunk, float4 const (&angles)[2]) {
-    uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float2 const x = ptx::unpack_bf16(words[i]);
-      float const c = i % 2 ? angles[i / 2].z : angles[i / 2].x, s = i % 2 ? angles[i / 2].w : angles[i / 2].y;
-      words[i] = ptx::pack_bf16(x.x * c - x.y * s, x.y * c + x.x * s);
-    }
-    chunk = {words[0], words[1], words[2], words[3]};
-  }
-
   __device__ __forceinline__ void turn_back(int position) {
     constexpr int kFirst = (kHalfChannels - kRopeDim) / 8;
     float2 const* angles = rope_at(op_, position) + t_;
@@ -153,9 +105,8 @@ class Half {
   }
 };
 
-template <bool kPacked>
-class Scorer : Half<0, kPacked> {
-  using Base = Half<0, kPacked>;
+class Scorer : Half<0> {
+  using Base = Half<0>;
   using Base::await, Base::exchange_, Base::g_, Base::lane_, Base::o_, Base::op_, Base::scale, Base::shared_,
       Base::stage_, Base::t_, Base::warp_;
 
@@ -166,6 +117,8 @@ class Scorer : Half<0, kPacked> {
     base_[0] = base_[1] = kNone;
     total_[0] = total_[1] = 0;
     this->begin();
+    wait(shared_.turned, turned_);
+    turned_ ^= 1;
     await();
     float s[kKeys / 8][4];
     wgmma::fence();
@@ -175,6 +128,7 @@ class Scorer : Half<0, kPacked> {
     wgmma::hold(s);
     while (true) {
       bool const last = shared_.last[stage_.index] != 0;
+      if (last) arrive(shared_.answered);
       uint32_t p[kKeys / 16][4];
       soften(s, p);
       uint64_t const values = this->values();
@@ -199,7 +153,6 @@ class Scorer : Half<0, kPacked> {
       wgmma::hold(s);
     }
     finish(unit);
-    ptx::sync_threads(kScorersMeet, kGroupThreads);  // the scores of all are made: q is needed no more
     this->end(unit);
   }
 
@@ -209,6 +162,7 @@ class Scorer : Half<0, kPacked> {
   // log2(e) / sqrt(512): probabilities are powers of two.
   static constexpr float kScale = 1.4426950408889634f * 0.04419417382415922f;
 
+  int turned_ = 0;            // parity of the next q
   float base_[2], total_[2];  // log2 of what probabilities are relative to; sums of this thread's keys
 
   // In log2 units.
@@ -319,16 +273,17 @@ class Scorer : Half<0, kPacked> {
   }
 };
 
-template <bool kPacked>
-class Summer : Half<1, kPacked> {
-  using Base = Half<1, kPacked>;
-  using Base::await, Base::exchange_, Base::g_, Base::o_, Base::scale, Base::shared_, Base::stage_, Base::warp_;
+class Summer : Half<1> {
+  using Base = Half<1>;
+  using Base::await, Base::exchange_, Base::g_, Base::o_, Base::op_, Base::scale, Base::shared_, Base::stage_,
+      Base::warp_;
 
  public:
   using Base::Base, Base::announce, Base::open;
 
   __device__ __forceinline__ void work(Unit const& unit) {
     this->begin();
+    turn_query(narrow(__ldg(op_.positions + unit.row)));
     bool last = false;
     while (!last) {
       await();
@@ -358,6 +313,36 @@ class Summer : Half<1, kPacked> {
   }
 
  private:
+  int queried_ = 0;  // parity of the next q
+
+  // Turns the rope channels of q by the row's position; two threads a head.
+  __device__ __forceinline__ void turn_query(int position) {
+    int const head = threadIdx.x % kGroupThreads / 2, half = threadIdx.x % 2;
+    auto const* const angles = reinterpret_cast<float4 const*>(rope_at(op_, position)) + 8 * half;
+    uint8_t* const part = shared_.query + (kParts - 1) * kPartBytes;
+    float4 pairs[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) pairs[i] = __ldg(angles + i);
+    wait(shared_.queried, queried_);
+    queried_ ^= 1;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      auto* const at = reinterpret_cast<uint4*>(part + wgmma::swizzled(head, 4 * half + i));
+      uint4 const chunk = *at;
+      uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float4 const two = pairs[2 * i + j / 2];
+        float2 const x = ptx::unpack_bf16(words[j]);
+        float const c = j % 2 ? two.z : two.x, s = j % 2 ? two.w : two.y;
+        words[j] = ptx::pack_bf16(x.x * c - x.y * s, x.y * c + x.x * s);
+      }
+      *at = {words[0], words[1], words[2], words[3]};
+    }
+    wgmma::publish();
+    arrive(shared_.turned);
+  }
+
   // Waits for probabilities and multiplies the sums so far by their factors.
   __device__ __forceinline__ void take() {
     wait(shared_.scored[exchange_.index], exchange_.parity);

@@ -24,32 +24,30 @@ inline constexpr int kStages = 2;
 inline constexpr int kProducerWarps = 8;
 inline constexpr int kProducers = 32 * kProducerWarps;  // threads
 inline constexpr int kWarpKeys = kKeys / kProducerWarps;
+inline constexpr int kWarpHeads = kHeads / 4;  // of a warp of either group
 inline constexpr int kThreads = 2 * kGroupThreads + kProducers;
 
-enum Meeting : int { kQueriesKnown = 1, kProducersMeet, kScorersMeet };
+enum Meeting : int { kProducersMeet = 1 };
 
 struct Shared {
-  alignas(1024) uint8_t query[kParts * kPartBytes];  // and the output, once q is needed no more
+  alignas(1024) uint8_t query[kParts * kPartBytes];
   alignas(1024) uint8_t keys[kStages][kParts * kPartBytes];
   alignas(1024) uint8_t probabilities[2][kPartBytes];  // [head][key]
+  alignas(1024) uint8_t output[8][kWarpHeads * 128];   // of a warp: its heads, 64 channels at a time
   alignas(8) uint64_t full[kStages];                   // keys are there
   uint64_t empty[kStages];                             // and are needed no more
+  uint64_t queried;                                    // q is there, not turned yet
+  uint64_t turned;                                     // and is turned
+  uint64_t answered;                                   // and is needed no more
   uint64_t scored[2];                                  // probabilities and factors are there
   uint64_t summed[2];                                  // and are needed no more
   float factor[2][kHeads];                             // what the sums so far are multiplied by
   int32_t shrinks[2][4];                               // whether a factor of a warp's heads is not 1
   alignas(8) uint8_t absent[kStages][kProducerWarps];  // bit i: key i of a producer's 8 does not exist
   int32_t last[kStages];                               // the unit's last tile
-  int32_t tiles, window_tiles;                         // of the producers' unit
+  Tiles tiles;                                         // of the producers' unit
   KeyTable<1, 32> table;
 };
-
-// 8 channels, of which the two inner ones of every four change places: decoded keys lie so, and again gives the order
-// of channels back.
-__device__ __forceinline__ uint4 exchange_inner(uint4 chunk) {
-  return {__byte_perm(chunk.x, chunk.y, 0x5410), __byte_perm(chunk.x, chunk.y, 0x7632),
-          __byte_perm(chunk.z, chunk.w, 0x5410), __byte_perm(chunk.z, chunk.w, 0x7632)};
-}
 
 // The heads of a unit in q or in the output.
 template <typename P>

@@ -540,7 +540,7 @@ __device__ __forceinline__ void Worker<T, kGroup>::walk() {
     shared_.visible[column] = inside ? shared_.row_visible[row] : INT32_MIN;
   }
   ptx::sync_threads(kWorkersMeet, T::kWorkers);
-  int const tiles = shared_.tiles;
+  int const tiles = shared_.tiles.all;
   for (int tile = 0; tile < tiles; ++tile) {
     Stage<T>& stage = shared_.stages[cursor_.stage];
     await(0);

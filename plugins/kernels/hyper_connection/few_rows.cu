@@ -5,6 +5,7 @@
 
 #include "common/check.h"
 #include "common/cluster.cuh"
+#include "common/cluster_launch.h"
 #include "common/ptx.cuh"
 #include "common/vector.cuh"
 #include "kernels/hyper_connection/few_rows.h"
@@ -60,6 +61,16 @@ __device__ __forceinline__ float transposed_sum(float (&values)[kSums], int lane
     }
   }
   return values[0];
+}
+
+// Brings this block's part of fn into the L2 cache, whatever the kernel before this one still writes.
+template <int kMixes>
+__device__ __forceinline__ void prefetch_weights(HyperConnectionPreParams const& params, int slice, int first) {
+  constexpr int kLine = 128 / static_cast<int>(sizeof(float));
+  int const lines = (slice + kLine - 1) / kLine;
+  for (int item = static_cast<int>(threadIdx.x); item < kMixes * kStreams * lines; item += kWorkers) {
+    prefetch_line(params.fn + int64_t{item / lines} * params.hidden + first + item % lines * kLine);
+  }
 }
 
 // This block's part of the mixes and of the sum of squares; its streams stay in shared memory.
@@ -177,6 +188,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   int const block = static_cast<int>(cluster::rank()), slice = params.hidden / kBlocks, first = block * slice;
   int64_t const row = blockIdx.x / kBlocks;
   bool const works = thread < kWorkers;
+  if (works) prefetch_weights<kMixes>(params, slice, first);
+  cudaGridDependencySynchronize();
   if (works) mix<kMixes>(params, shared, row, slice, first);
   __syncthreads();
   if (!works) {
@@ -206,27 +219,11 @@ Status hyper_connection_few_rows(HyperConnectionPreParams const& params, cudaStr
   REDKNOT_SUPPORTED(params.rows <= (params.head ? kFewHeadRows : kFewRows) && params.stream_count == kStreams);
   REDKNOT_SUPPORTED(params.hidden % (kBlocks * kQuad) == 0 && params.hidden <= kBlocks * kMostSlice);
   auto* const kernel = params.head ? few_rows_kernel<kStreams> : few_rows_kernel<kSquares>;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());
-    return Status::kUnsupported;
-  }
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = kBlocks;
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(kBlocks * params.rows));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  if (cudaLaunchKernelEx(&config, kernel, params) != cudaSuccess) {
-    // Nothing was launched: a slice of a GPU may have no sixteen multiprocessors side by side.
-    static_cast<void>(cudaGetLastError());
-    return Status::kUnsupported;
-  }
-  return Status::kSuccess;
+  Status const allowed = allow_clusters(kernel);
+  REDKNOT_REQUIRE(allowed == Status::kSuccess, allowed);
+  ClusterShape const shape{
+      .cluster = kBlocks, .grid = static_cast<unsigned>(kBlocks * params.rows), .block = kThreads, .after = true};
+  return launch_clusters(kernel, shape, stream, params);
 }
 
 }  // namespace redknot

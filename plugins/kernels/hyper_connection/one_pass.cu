@@ -4,7 +4,7 @@
 //   mix           up to eight warps: partial sums of streams x fn, on tensor cores
 //   send mixes    the warps' sums, to the block that weighs the row
 //   weigh         a row of every group: its sums over the blocks make its weights, which go to all blocks
-//   balance       post and comb of weighed rows, 32 at a time
+//   balance       post and comb of weighed rows, eight at a time
 //   collapse      up to eight warps: the weighted sum of the streams and its squares; then norm and output of the group
 //                 before, whose squares have come from all blocks meanwhile
 //   send squares  to all blocks; starts copies of later groups
@@ -14,9 +14,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 
 #include "common/check.h"
 #include "common/cluster.cuh"
+#include "common/cluster_launch.h"
 #include "common/ptx.cuh"
 #include "common/tensor_map.h"
 #include "common/vector.cuh"
@@ -41,16 +43,24 @@ constexpr int kPendingFull = 5;
 constexpr int kPendingTaken = 6;
 constexpr int kUnits = 2;  // parts of a warp's work on a group, each of 8 rows x 32 channels
 constexpr int kUnitChannels = 32;
-constexpr int kTeamThreads = 256;      // of the warps that mix, and of those that collapse
-constexpr int kLowBytes = 16 * kWarp;  // of a warp's low terms of one stream, half and eight mixes
+constexpr int kTeamThreads = 256;                      // of the warps that mix, and of those that collapse
+constexpr int kTerms = 3;                              // tiles of 16 terms: 24 high and 24 low ones
+constexpr int kSteps = kStreams * kUnitChannels / 16;  // products along a warp's channels of one half, for each tile
+constexpr int kKeptQuads = kTerms * kSteps;            // operands of products that a lane keeps in registers
+constexpr int kQuadBytes = 16 * kWarp;                 // of an operand in shared memory
 constexpr int kPanelChannels = kPanelBytes / 2;
 constexpr int kPanelChunks = kPanelBytes / 16;
 constexpr int kStageAlignment = 1024;  // of swizzled panels
 constexpr int kMaxSharedBytes = 227 * 1024;
-constexpr int kPending = 32;  // rows that wait for their Sinkhorn, one a lane
+constexpr int kPending = 8;  // rows that wait for their Sinkhorn, one a lane
 constexpr int kPendingPitch = kMixes - kStreams + 1;
 constexpr int kEarlyGroups = 2;  // copied beside fn
 constexpr int kMaxDevices = 64;
+#ifdef REDKNOT_FOR_TOOLS
+constexpr int kMostClusters = 1;  // few rows fill its buffers more than once
+#else
+constexpr int kMostClusters = INT_MAX;
+#endif
 // Of a thread, by what its warp does.
 constexpr int kMixRegisters = 144;
 constexpr int kCollapseRegisters = 64;
@@ -81,9 +91,9 @@ struct Shape {
   static constexpr int kPanelSize = kStreams * kRows * kPanelBytes;
   static constexpr int kStageBytes = kPanels * kPanelSize;
   static constexpr int kPartialFloats = kWarps * kRows * kLine;
-  static constexpr bool kLowShared = kHalves > 1;
-  static constexpr int kLow = kStages * kStageBytes;  // [warps][halves][mixes / 8][streams] of kLowBytes
-  static constexpr int kPartials = kLow + (kLowShared ? kWarps * kHalves * kMixRows * kStreams * kLowBytes : 0);
+  static constexpr int kSharedQuads = (kHalves - 1) * kKeptQuads;
+  static constexpr int kTermsAt = kStages * kStageBytes;  // [warps][kSharedQuads] of kQuadBytes
+  static constexpr int kPartials = kTermsAt + kWarps * kSharedQuads * kQuadBytes;
   static constexpr int kReceived = kPartials + 2 * kPartialFloats * 4;        // after [2][warps][rows][kLine]
   static constexpr int kWeights = kReceived + kSlots * kCluster * kLine * 4;  // after [kSlots][kCluster][kLine]
   static constexpr int kSquareSums = kWeights + kSlots * kRows * 16;          // after [kSlots][rows][4]
@@ -171,6 +181,9 @@ struct Block {
   __device__ __forceinline__ float* own_squares(int group) const {
     return reinterpret_cast<float*>(shared + S::kOwnSquares) + (group & 1) * S::kWarps * S::kRows;
   }
+  // Groups before the first one that would make their number a multiple of those that wait together: the last ones then
+  // do so, and nothing delays them.
+  __device__ __forceinline__ int missing() const { return (kPending - count % kPending) % kPending; }
   // One thread; the cluster meets after it.
   __device__ void prepare() const {
     for (int index = 0; index < S::kBarrierCount; ++index) {
@@ -238,6 +251,11 @@ template <class S>
 __device__ void send_squares(Block<S> const& block, CUtensorMap const* streams, int lane) {
   for (int group = 0; group < block.count; ++group) {
     cluster::meet<S::kTeam + kWarp>(kCollapsed + (group & 1));
+    if (group + S::kStages < block.count) {
+      cluster::barrier_wait(block.mixed(group), block.stage_parity(group));
+      if (lane == 0) block.load(group + S::kStages, streams);
+      __syncwarp();
+    }
     float4 sum{0, 0, 0, 0};
     if (lane < S::kWarps * S::kRowQuads) sum = reinterpret_cast<float4 const*>(block.own_squares(group))[lane];
     ptx::barrier_arrive(block.squares_taken(group));
@@ -256,41 +274,45 @@ __device__ void send_squares(Block<S> const& block, CUtensorMap const* streams, 
       cluster::store(cluster::address_in(target + item % S::kRowQuads * 16, peer), sum,
                      cluster::address_in(barrier, peer));
     }
-    cluster::barrier_wait(block.mixed(group), block.stage_parity(group));
-    if (lane == 0) {
-      if (group + S::kStages < block.count) block.load(group + S::kStages, streams);
-      block.expect_weights(group);
-    }
+    if (lane == 0) block.expect_weights(group);
     __syncwarp();
   }
 }
 
-// The warp that works out post and comb of weighed rows, one a lane, when 32 of them wait.
+__device__ __forceinline__ void store_weights(float* target, float const (&weights)[kStreams]) {
+  store_vector(target, {__float_as_uint(weights[0]), __float_as_uint(weights[1]), __float_as_uint(weights[2]),
+                        __float_as_uint(weights[3])});
+}
+
+// The warp that works out post and comb of weighed rows, one a lane, when as many as are balanced together wait.
 template <class S>
 __device__ void balance_rows(Block<S> const& block, int lane) {
   if (block.rank >= S::kRows) return;
   HyperConnectionPreParams const& params = block.params;
-  for (int first = 0; first < block.count; first += kPending) {
+  for (int first = -block.missing(); first < block.count; first += kPending) {
     __syncwarp();
     cluster::meet<2 * kWarp>(kPendingFull);
-    float const* const source = reinterpret_cast<float const*>(block.shared + S::kWaiting) + lane * kPendingPitch;
+    float const* const source =
+        reinterpret_cast<float const*>(block.shared + S::kWaiting) + lane % kPending * kPendingPitch;
     float mix[kMixes];
 #pragma unroll
     for (int value = kStreams; value < kMixes; ++value) mix[value] = source[value - kStreams];
     __syncwarp();
     if (first + kPending < block.count) cluster::arrive<2 * kWarp>(kPendingTaken);
     int64_t const row = block.first_row(first + lane) + block.rank;
-    if (first + lane >= block.count || row >= params.rows) continue;
+    if (lane >= kPending || first + lane < 0 || row >= params.rows) continue;
+    float post[kStreams];
 #pragma unroll
     for (int stream = 0; stream < kStreams; ++stream) {
       float const logit = mix[kStreams + stream] * params.scale[1] + params.base[kStreams + stream];
-      params.post[row * kStreams + stream] = 2.0F * sigmoid(logit);
+      post[stream] = 2.0F * sigmoid(logit);
     }
+    store_weights(params.post + row * kStreams, post);
     float comb[kStreams][kStreams];
     balance<kStreams>(params, mix, 1.0F, comb);
 #pragma unroll
-    for (int cell = 0; cell < kStreams * kStreams; ++cell) {
-      params.comb[row * kStreams * kStreams + cell] = comb[cell / kStreams][cell % kStreams];
+    for (int line = 0; line < kStreams; ++line) {
+      store_weights(params.comb + (row * kStreams + line) * kStreams, comb[line]);
     }
   }
 }
@@ -321,46 +343,37 @@ __device__ void weigh_rows(Block<S> const& block, int lane) {
       uint32_t const target = ptx::shared_address(block.weights(group) + block.rank);
       cluster::store(cluster::address_in(target, lane), pre, cluster::address_in(block.weights_here(group), lane));
     }
-    int const waiting = group % kPending;
+    int const waiting = (group + block.missing()) % kPending;
     if (waiting == 0 && group > 0) cluster::meet<2 * kWarp>(kPendingTaken);
     if (lane >= kStreams && lane < kMixes) pending[waiting * kPendingPitch + lane - kStreams] = sum * inverse;
     __syncwarp();
-    if (waiting + 1 == kPending || group + 1 == block.count) cluster::arrive<2 * kWarp>(kPendingFull);
+    if (waiting + 1 == kPending) cluster::arrive<2 * kWarp>(kPendingFull);
   }
 }
 
-// fn of the lane's eight channels of a unit, of each stream, for mixes lane / 4 + 8 k, as two bf16 terms (16 bits of
-// mantissa).
-using Terms = uint32_t[kMixRows][kStreams][kVector / 2];
-
-// Two words of low terms in shared memory, where a lane reads what it has written itself.
-__device__ __forceinline__ uint2* low_pair(uint8_t* low, int part, int stream, int at, int lane) {
-  return reinterpret_cast<uint2*>(low + (part * kStreams + stream) * kLowBytes) + at / 2 * kWarp + lane;
+// Terms of fn as operands of products, a quad of words a lane. An operand has 16 terms (lane / 4 and that plus eight)
+// of eight of the lane's channels of one stream. Tile 0: high terms of the first 16 mixes; tile 1: both terms of the
+// last eight; tile 2: low terms of the first 16. Two bf16 terms have 16 bits of mantissa.
+struct Terms {
+  uint4 quads[kKeptQuads];
+};
+// Where tile `tile` of a half, stream and pair of words is: the first kKeptQuads are in registers, others in shared
+// memory.
+template <class S>
+__device__ __forceinline__ constexpr int quad_index(int tile, int half, int stream, int at) {
+  return (tile * S::kHalves + half) * kSteps + stream * (kVector / 4) + at / 2;
 }
 
-template <bool kShared>
-__device__ __forceinline__ void load_terms(float const* fn, int hidden, int channel, int lane, Terms& high, Terms& low,
-                                           uint8_t* shared) {
+// Both terms of eight channels of a mix.
+__device__ __forceinline__ void split_terms(float const* fn, uint32_t (&high)[kVector / 2],
+                                            uint32_t (&low)[kVector / 2]) {
+  float values[kVector];
+  load_floats(fn, values);
 #pragma unroll
-  for (int part = 0; part < kMixRows; ++part) {
-#pragma unroll
-    for (int stream = 0; stream < kStreams; ++stream) {
-      float values[kVector];
-      load_floats(fn + (static_cast<int64_t>(lane / 4 + 8 * part) * kStreams + stream) * hidden + channel, values);
-      uint32_t rest[kVector / 2];
-#pragma unroll
-      for (int pair = 0; pair < kVector / 2; ++pair) {
-        uint32_t const rounded = pack_pair(values[2 * pair], values[2 * pair + 1]);
-        float2 const whole = ptx::unpack_bf16(rounded);
-        high[part][stream][pair] = rounded;
-        rest[pair] = pack_pair(values[2 * pair] - whole.x, values[2 * pair + 1] - whole.y);
-        if constexpr (!kShared) low[part][stream][pair] = rest[pair];
-      }
-      if constexpr (kShared) {
-        *low_pair(shared, part, stream, 0, lane) = {rest[0], rest[1]};
-        *low_pair(shared, part, stream, 2, lane) = {rest[2], rest[3]};
-      }
-    }
+  for (int pair = 0; pair < kVector / 2; ++pair) {
+    high[pair] = pack_pair(values[2 * pair], values[2 * pair + 1]);
+    float2 const whole = ptx::unpack_bf16(high[pair]);
+    low[pair] = pack_pair(values[2 * pair] - whole.x, values[2 * pair + 1] - whole.y);
   }
 }
 
@@ -394,41 +407,72 @@ struct Slice {
                        ((first % kPanelChunks + quad) ^ row) * 16;
     return *reinterpret_cast<uint4 const*>(block.stage(of) + offset);
   }
-  __device__ __forceinline__ uint8_t* low(int half) const {
-    return block.shared + S::kLow + (warp * S::kHalves + half) * (kMixRows * kStreams * kLowBytes);
+  // Where the lane keeps an operand that is not in registers.
+  __device__ __forceinline__ uint4* shared_quad(int index) const {
+    return reinterpret_cast<uint4*>(block.shared + S::kTermsAt +
+                                    (warp * S::kSharedQuads + index - kKeptQuads) * kQuadBytes) +
+           lane;
   }
 
-  // Sums of one tile: fn is the A operand: 24 high and 24 low terms are three tiles of 16; rows are the columns of B.
+  // Brings fn into the L2 cache, whatever the kernel before this one still writes.
+  __device__ __forceinline__ void prefetch_terms() const {
+    for (int line = lane; line < kMixes * kStreams * S::kHalves; line += kWarp) {
+      prefetch_line(block.params.fn + static_cast<int64_t>(line / S::kHalves) * S::kHidden +
+                    (block.rank * S::kWarps + warp) * S::kWarpChannels + line % S::kHalves * kUnitChannels);
+    }
+  }
+
+  __device__ __forceinline__ void load_terms(Terms& kept) const {
+#pragma unroll
+    for (int half = 0; half < S::kHalves; ++half) {
+#pragma unroll
+      for (int stream = 0; stream < kStreams; ++stream) {
+        uint32_t high[kMixRows][kVector / 2], low[kMixRows][kVector / 2];
+#pragma unroll
+        for (int part = 0; part < kMixRows; ++part) {
+          int64_t const line = static_cast<int64_t>(lane / 4 + 8 * part) * kStreams + stream;
+          split_terms(block.params.fn + line * S::kHidden + channel + half * kUnitChannels, high[part], low[part]);
+        }
+#pragma unroll
+        for (int at = 0; at < kVector / 2; at += 2) {
+          uint4 const quads[kTerms] = {{high[0][at], high[1][at], high[0][at + 1], high[1][at + 1]},
+                                       {high[2][at], low[2][at], high[2][at + 1], low[2][at + 1]},
+                                       {low[0][at], low[1][at], low[0][at + 1], low[1][at + 1]}};
+#pragma unroll
+          for (int tile = 0; tile < kTerms; ++tile) {
+            int const index = quad_index<S>(tile, half, stream, at);
+            if (index < kKeptQuads) {
+              kept.quads[index] = quads[tile];
+            } else {
+              *shared_quad(index) = quads[tile];
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Sums of one tile of rows: fn is the A operand, rows are the columns of B.
   struct Sums {
-    float mixes[3][4] = {};
+    float mixes[kTerms][4] = {};
     // Rows times rows: their squares are the diagonals of the upper half of `even` and the lower one of `odd`.
     float even[4] = {};
     float odd[4] = {};
   };
 
-  __device__ __forceinline__ void mix_unit(int of, int unit, Terms const& high, Terms const& kept_low,
-                                           Sums& sums) const {
+  __device__ __forceinline__ void mix_unit(int of, int unit, Terms const& kept, Sums& sums) const {
 #pragma unroll
     for (int stream = 0; stream < kStreams; ++stream) {
       uint4 const raw = streams(of, unit, stream);
       uint32_t const words[kVector / 2] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
       for (int at = 0; at < kVector / 2; at += 2) {
-        uint2 low_terms[kMixRows];
 #pragma unroll
-        for (int part = 0; part < kMixRows; ++part) {
-          if constexpr (S::kLowShared) {
-            low_terms[part] = *low_pair(low(half_of(unit)), part, stream, at, lane);
-          } else {
-            low_terms[part] = {kept_low[part][stream][at], kept_low[part][stream][at + 1]};
-          }
+        for (int tile = 0; tile < kTerms; ++tile) {
+          int const index = quad_index<S>(tile, half_of(unit), stream, at);
+          uint4 const quad = index < kKeptQuads ? kept.quads[index < kKeptQuads ? index : 0] : *shared_quad(index);
+          ptx::mma_bf16(sums.mixes[tile], quad.x, quad.y, quad.z, quad.w, words[at], words[at + 1]);
         }
-        ptx::mma_bf16(sums.mixes[0], high[0][stream][at], high[1][stream][at], high[0][stream][at + 1],
-                      high[1][stream][at + 1], words[at], words[at + 1]);
-        ptx::mma_bf16(sums.mixes[1], high[2][stream][at], low_terms[0].x, high[2][stream][at + 1], low_terms[0].y,
-                      words[at], words[at + 1]);
-        ptx::mma_bf16(sums.mixes[2], low_terms[1].x, low_terms[2].x, low_terms[1].y, low_terms[2].y, words[at],
-                      words[at + 1]);
         ptx::mma_bf16_short(sums.even, words[at], words[at + 1], words[at]);
         ptx::mma_bf16_short(sums.odd, words[at], words[at + 1], words[at + 1]);
       }
@@ -439,10 +483,10 @@ struct Slice {
     int const group = lane / 4;
     float* const target = block.partials(of) + (warp * S::kRows + tile * 8 + row_of(2 * quad)) * kLine;
     constexpr int kNext = 4 * kLine;  // from column 2 q to the next
-    float const(&mixes)[3][4] = sums.mixes;
-    float const both[kMixRows][2] = {{mixes[0][0] + mixes[1][2], mixes[0][1] + mixes[1][3]},
-                                     {mixes[0][2] + mixes[2][0], mixes[0][3] + mixes[2][1]},
-                                     {mixes[1][0] + mixes[2][2], mixes[1][1] + mixes[2][3]}};
+    float const(&mixes)[kTerms][4] = sums.mixes;
+    float const both[kMixRows][2] = {{mixes[0][0] + mixes[2][0], mixes[0][1] + mixes[2][1]},
+                                     {mixes[0][2] + mixes[2][2], mixes[0][3] + mixes[2][3]},
+                                     {mixes[1][0] + mixes[1][2], mixes[1][1] + mixes[1][3]}};
 #pragma unroll
     for (int part = 0; part < kMixRows; ++part) {
       target[part * 8 + group] = both[part][0];
@@ -453,13 +497,13 @@ struct Slice {
     }
   }
 
-  __device__ __forceinline__ void mix(int of, Terms const (&high)[S::kHalves], Terms const& kept_low) const {
+  __device__ __forceinline__ void mix(int of, Terms const& kept) const {
     cluster::barrier_wait(block.loaded(of), block.stage_parity(of));
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
       Sums sums;
 #pragma unroll
-      for (int half = 0; half < S::kHalves; ++half) mix_unit(of, tile * S::kHalves + half, high[half], kept_low, sums);
+      for (int half = 0; half < S::kHalves; ++half) mix_unit(of, tile * S::kHalves + half, kept, sums);
       if (tile == 0 && of >= 2) cluster::barrier_wait(block.mixes_taken(of), block.taken_parity(of - 2));
       store_sums(of, tile, sums);
     }
@@ -518,7 +562,7 @@ struct Slice {
         unpack_bf16(rounded[tile * S::kHalves + half], values);
 #pragma unroll
         for (int slot = 0; slot < kVector; ++slot) values[slot] = norm[half][slot] * (values[slot] * inverse);
-        if (at < params.rows) *reinterpret_cast<uint4*>(out + half * kUnitChannels) = pack_bf16(values);
+        if (at < params.rows) store_vector(out + half * kUnitChannels, pack_bf16(values));
       }
     }
   }
@@ -528,19 +572,14 @@ struct Slice {
 template <class S>
 __device__ void mix_groups(Block<S> const& block, int lane) {
   Slice<S> const slice(block, lane);
-  Terms high[S::kHalves];
-  Terms low;
+  Terms kept;
   bool const works = slice.warp < S::kWarps;
-  if (works) {
-#pragma unroll
-    for (int half = 0; half < S::kHalves; ++half) {
-      load_terms<S::kLowShared>(block.params.fn, S::kHidden, slice.channel + half * kUnitChannels, lane, high[half],
-                                low, slice.low(half));
-    }
-  }
+  if (works) slice.prefetch_terms();
+  cudaGridDependencySynchronize();
+  if (works) slice.load_terms(kept);
   cluster::meet_all();
   if (!works) return;
-  for (int group = 0; group < block.count; ++group) slice.mix(group, high, low);
+  for (int group = 0; group < block.count; ++group) slice.mix(group, kept);
 }
 
 // A group's norm needs its squares of all blocks: until they are there, the next group is collapsed.
@@ -549,6 +588,7 @@ __device__ void collapse_groups(Block<S> const& block, int lane) {
   Slice<S> const slice(block, lane);
   float norm[S::kHalves][kVector];
   bool const works = slice.warp < S::kWarps;
+  cudaGridDependencySynchronize();
   if (works) {
 #pragma unroll
     for (int half = 0; half < S::kHalves; ++half) {
@@ -583,8 +623,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   } else {
     ptx::release_registers<kOtherRegisters>();
     int const role = static_cast<int>(threadIdx.x - 2 * kTeamThreads) / kWarp;
+    if (role == 0 && lane == 0) block.prepare();
+    cudaGridDependencySynchronize();
     if (role == 0 && lane == 0) {
-      block.prepare();
       for (int group = 0; group < min(kEarlyGroups, block.count); ++group) block.load(group, &streams);
     }
     __syncwarp();
@@ -607,19 +648,24 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   cluster::meet_all();  // no block may go while another writes to it
 }
 
+template <class S>
+ClusterShape shape_of(int64_t clusters) {
+  return {.cluster = kCluster,
+          .grid = static_cast<unsigned>(kCluster * clusters),
+          .block = S::kThreads,
+          .shared = S::kBytes,
+          .after = true};
+}
+
 // Clusters that run at once: asked of the driver once a device; 0 where such clusters do not exist.
 template <class S>
-int resident_clusters(cudaLaunchConfig_t const& config) {
+int clusters_of_device() {
   static std::atomic<int> known[kMaxDevices];  // one more than the number
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) return 0;
   int const cached = known[device].load(std::memory_order_relaxed);
   if (cached > 0) return cached - 1;
-  int clusters = 0;
-  if (cudaOccupancyMaxActiveClusters(&clusters, one_pass_kernel<S>, &config) != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());  // the query's own error
-    clusters = 0;
-  }
+  int const clusters = std::min(kMostClusters, resident_clusters(one_pass_kernel<S>, shape_of<S>(1)));
   known[device].store(clusters + 1, std::memory_order_relaxed);
   return clusters;
 }
@@ -644,31 +690,15 @@ Status encode_streams(CUtensorMap& map, HyperConnectionPreParams const& params) 
 template <class S>
 Status launch(HyperConnectionPreParams const& params, cudaStream_t stream) {
   int64_t const groups = (params.rows + S::kRows - 1) / S::kRows;
-  if (cudaFuncSetAttribute(one_pass_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes) != cudaSuccess ||
-      cudaFuncSetAttribute(one_pass_kernel<S>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());  // a chip with less shared memory
-    return Status::kUnsupported;
-  }
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = kCluster;
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kCluster);
-  config.blockDim = dim3(S::kThreads);
-  config.dynamicSmemBytes = S::kBytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  int const clusters = resident_clusters<S>(config);
+  Status const allowed = allow_clusters(one_pass_kernel<S>, S::kBytes);
+  REDKNOT_REQUIRE(allowed == Status::kSuccess, allowed);
+  int const clusters = clusters_of_device<S>();
   REDKNOT_SUPPORTED(clusters > 0);
-  config.gridDim = dim3(static_cast<unsigned>(kCluster * std::min<int64_t>(clusters, groups)));
   CUtensorMap streams;
   Status const encoded = encode_streams<S>(streams, params);
   REDKNOT_REQUIRE(encoded == Status::kSuccess, encoded);
-  REDKNOT_CUDA(cudaLaunchKernelEx(&config, one_pass_kernel<S>, params, streams, static_cast<int>(groups)));
-  return Status::kSuccess;
+  return launch_clusters(one_pass_kernel<S>, shape_of<S>(std::min<int64_t>(clusters, groups)), stream, params, streams,
+                         static_cast<int>(groups));
 }
 
 }  // namespace

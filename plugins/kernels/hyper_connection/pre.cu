@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads)
     load_weights(params.norm, params.norm_is_float, channel, weights);
 #pragma unroll
     for (int slot = 0; slot < kVector; ++slot) weights[slot] *= collapsed[index][slot] * inverse;
-    *reinterpret_cast<uint4*>(normed + channel) = pack_bf16(weights);
+    store_vector(normed + channel, pack_bf16(weights));
   }
 }
 
@@ -337,7 +337,8 @@ Status hyper_connection_pre(HyperConnectionPreParams const& params, cudaStream_t
   REDKNOT_VALID(params.norm != nullptr && params.normed != nullptr && params.workspace != nullptr);
   REDKNOT_VALID(params.head || (params.post != nullptr && params.comb != nullptr));
   REDKNOT_REQUIRE(aligned(params.streams, 16) && aligned(params.fn, 16) && aligned(params.norm, 16) &&
-                      aligned(params.normed, 16) && aligned(params.workspace, 16),
+                      aligned(params.normed, 16) && aligned(params.workspace, 16) &&
+                      (params.head || (aligned(params.post, 16) && aligned(params.comb, 16))),
                   Status::kMisaligned);
   size_t const needed = hyper_connection_pre_workspace(params.rows, params.stream_count, params.hidden);
   REDKNOT_REQUIRE(params.workspace_bytes >= needed, Status::kWorkspaceTooSmall);

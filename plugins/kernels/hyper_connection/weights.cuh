@@ -8,39 +8,44 @@ namespace redknot {
 
 __device__ __forceinline__ float sigmoid(float value) { return 1.0F / (1.0F + __expf(-value)); }
 
-// Columns first, then rows and columns alternately, all of one matrix in the registers of each lane.
-template <int kStreams>
-__device__ __forceinline__ void normalise_columns(float (&comb)[kStreams][kStreams], float eps) {
-#pragma unroll
-  for (int column = 0; column < kStreams; ++column) {
-    float sum = eps;
-#pragma unroll
-    for (int row = 0; row < kStreams; ++row) sum += comb[row][column];
-    float const inverse = __fdividef(1.0F, sum);
-#pragma unroll
-    for (int row = 0; row < kStreams; ++row) comb[row][column] *= inverse;
-  }
+// 1 / value to a unit in the last place or two; values are sums of weights, far above the least normal number.
+__device__ __forceinline__ float reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
 }
 
-template <int kStreams>
-__device__ __forceinline__ void normalise_rows(float (&comb)[kStreams][kStreams], float eps) {
-#pragma unroll
-  for (auto& row : comb) {
-    float sum = eps;
-#pragma unroll
-    for (float const value : row) sum += value;
-    float const inverse = __fdividef(1.0F, sum);
-#pragma unroll
-    for (float& value : row) value *= inverse;
-  }
-}
-
+// Columns first, then rows and columns alternately, all of one matrix in the registers of each lane. Lines and columns
+// have factors, which take a quarter of the multiplications; the matrix itself is multiplied at the end.
 template <int kStreams>
 __device__ __forceinline__ void sinkhorn(float (&comb)[kStreams][kStreams], int iterations, float eps) {
-  normalise_columns<kStreams>(comb, eps);
-  for (int step = 1; step < iterations; ++step) {
-    normalise_rows<kStreams>(comb, eps);
-    normalise_columns<kStreams>(comb, eps);
+  float lines[kStreams], columns[kStreams];
+#pragma unroll
+  for (float& line : lines) line = 1.0F;
+#pragma unroll
+  for (float& column : columns) column = 1.0F;
+  for (int step = 0; step < iterations; ++step) {
+    if (step > 0) {
+#pragma unroll
+      for (int line = 0; line < kStreams; ++line) {
+        float sum = 0.0F;
+#pragma unroll
+        for (int column = 0; column < kStreams; ++column) sum = fmaf(comb[line][column], columns[column], sum);
+        lines[line] *= reciprocal(fmaf(lines[line], sum, eps));
+      }
+    }
+#pragma unroll
+    for (int column = 0; column < kStreams; ++column) {
+      float sum = 0.0F;
+#pragma unroll
+      for (int line = 0; line < kStreams; ++line) sum = fmaf(comb[line][column], lines[line], sum);
+      columns[column] *= reciprocal(fmaf(columns[column], sum, eps));
+    }
+  }
+#pragma unroll
+  for (int line = 0; line < kStreams; ++line) {
+#pragma unroll
+    for (int column = 0; column < kStreams; ++column) comb[line][column] *= lines[line] * columns[column];
   }
 }
 
@@ -64,8 +69,10 @@ __device__ __forceinline__ void balance(HyperConnectionPreParams const& params, 
       comb[line][index] = __expf(comb[line][index] - peak);
       total += comb[line][index];
     }
+    float const inverse_total = reciprocal(total);
 #pragma unroll
-    for (int index = 0; index < kStreams; ++index) comb[line][index] = comb[line][index] / total + params.eps;
+    for (int index = 0; index < kStreams; ++index)
+      comb[line][index] = fmaf(comb[line][index], inverse_total, params.eps);
   }
   sinkhorn<kStreams>(comb, params.iterations, params.eps);
 }

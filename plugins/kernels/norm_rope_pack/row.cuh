@@ -135,7 +135,7 @@ __device__ __forceinline__ void finish_row(RowFinish const& finish, int member, 
     }
     if (out == nullptr) continue;
     if (finish.format == RowFormat::kBFloat16) {
-      if (inside) *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(out) + channel) = pack_bf16(values[index]);
+      if (inside) store_vector(static_cast<__nv_bfloat16*>(out) + channel, pack_bf16(values[index]));
     } else {
       store_packed(finish, static_cast<uint8_t*>(out), channel, inside, values[index]);
     }

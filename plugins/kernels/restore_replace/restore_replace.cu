@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) restore_replace_kernel(RestoreReplac
     }
 #pragma unroll
     for (int slot = 0; slot < kVector; ++slot) sum[slot] += other[slot];
-    *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(params.out) + vector * kVector) = pack_bf16(sum);
+    store_vector(static_cast<__nv_bfloat16*>(params.out) + vector * kVector, pack_bf16(sum));
   }
 }
 

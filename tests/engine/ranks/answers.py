@@ -19,7 +19,7 @@ from trt_redknot import ArtifactStore
 from trt_redknot.collectives.device import DeviceCollectives, make_group
 from trt_redknot.collectives.mpi import MpiCollectives
 from trt_redknot.digests import digest_json
-from trt_redknot.engine import decode
+from trt_redknot.engine import decode_numbers
 
 
 def run(folder: Path, world: Intracomm) -> None:
@@ -34,7 +34,7 @@ def run(folder: Path, world: Intracomm) -> None:
     answers = answer_all(engine, ArtifactStore(folder / "store"), task["scenario"])
     # So few rows are on every rank otherwise.
     last = {**task["scenario"], "batches": task["scenario"]["batches"][-1:]}
-    with mock.patch.object(decode, "_REPLICATED_ROWS", 0):
+    with mock.patch.object(decode_numbers, "_REPLICATED_ROWS", 0):
         spread = answer_all(engine, ArtifactStore(folder / "store"), last)
     single = make_engine(checkpoint, folder / "single", world, chunk_rows=task["chunk_rows"], dtype="float32")
     fp32 = as_json(single.generate(make_request(task["fp32"], [])))

@@ -132,6 +132,26 @@ def test_scales_far_from_one(heads: tuple[int, int], seed: int, exponent: int) -
 
 
 @needs_gpu
+@pytest.mark.parametrize("top_k", [None, 8, 256])
+@pytest.mark.parametrize("ascending", [True, False])
+def test_many_heads_see_the_numbers_of_packed_pools(top_k: int | None, ascending: bool) -> None:
+    seed = int(torch.randint(2**31, ()))
+    layout = Layout(sequences=((700, 300, 1, 90), (400,)), ratio=4, gap=3)
+    positions = torch.randperm(1091, generator=torch.Generator().manual_seed(seed))[:90]
+    rows = [(0, positions.sort().values if ascending else positions), (1, torch.arange(250, 330))]
+    packed = attention_case(
+        layout, rows, full_rows=100, heads=(8, 56), top_k=top_k, packed=True, device="cuda", seed=seed, shortfall=0.1
+    )
+    assert packed.entries_plain is not None
+    plain = {"latents": packed.latents_plain.bfloat16(), "entries": packed.entries_plain.bfloat16()}
+    results = [found(case, 128) for case in (packed, AttentionCase(**{**packed.__dict__, **plain}))]
+    # Full rows have many heads; the others, with 8, are served by a kernel that decodes packed keys itself.
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one[:100].view(torch.int16), other[:100].view(torch.int16))
+        assert relative_error(one, other) < TOLERANCE
+
+
+@needs_gpu
 @pytest.mark.parametrize("exponent", [24, 60])
 def test_large_scales_with_many_heads(exponent: int) -> None:
     case = attention_case(

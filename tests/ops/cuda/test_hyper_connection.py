@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -72,6 +74,29 @@ def test_pre_of_many_rows(rows: int, hidden: int) -> None:
         )  # fmt: skip
         for found, expected, tolerance in zip(first, wanted, (TOLERANCE, MIX_TOLERANCE, MIX_TOLERANCE), strict=True):
             assert relative_error(found[part], expected) < tolerance
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 2, 40, 900])
+@pytest.mark.parametrize("hidden", [4096, 7168])
+def test_a_call_that_starts_early_waits_for_what_it_reads(rows: int, hidden: int) -> None:
+    """A call may start while the kernel before it ends: the one that wrote its streams, or its fn."""
+    case = mix_case(rows, 4, hidden, seed=rows, device="cuda")
+
+    def chain(wait: Callable[[], None]) -> torch.Tensor:
+        streams = case.streams
+        for step in range(6):
+            wait()
+            fn = case.fn * (1 + step)
+            wait()
+            normed, post, comb = hyper_connection_pre(
+                streams, fn, case.base, case.scale, case.norm, iterations=ITERATIONS, eps=EPS, norm_eps=NORM_EPS
+            )
+            wait()
+            streams = hyper_connection_post(streams, normed, post, comb)
+        return streams
+
+    assert torch.equal(chain(lambda: None), chain(torch.cuda.synchronize))
 
 
 @needs_gpu

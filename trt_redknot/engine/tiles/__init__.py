@@ -3,13 +3,14 @@
 from trt_redknot.engine.tiles.ahead import ReadAhead
 from trt_redknot.engine.tiles.lanes import CopyLane, lane_for
 from trt_redknot.engine.tiles.rank import TileOptions, Tiles
-from trt_redknot.engine.tiles.reads import ArtifactReader, DirectReads, Read, TileSource
+from trt_redknot.engine.tiles.reads import ArtifactReader, DirectReads, Piece, Read, TileSource
 from trt_redknot.engine.tiles.tier import TierUse, TileTier
 
 __all__ = [
     "ArtifactReader",
     "CopyLane",
     "DirectReads",
+    "Piece",
     "Read",
     "ReadAhead",
     "TierUse",

@@ -15,12 +15,29 @@ from dataclasses import dataclass, field
 
 import torch
 
+from trt_redknot.artifacts.formats import TensorCodec
 from trt_redknot.engine.tiles.lanes import CopyLane, Mark
-from trt_redknot.engine.tiles.reads import DirectReads, Read, ReadKey
+from trt_redknot.engine.tiles.places import LayerPlaces, Placing, ReadPlace
+from trt_redknot.engine.tiles.reads import DirectReads, Piece, Read, ReadKey
 from trt_redknot.engine.tiles.tier import TileTier
+from trt_redknot.errors import StoreError
 from trt_redknot.observability.events import Tier
 
-_ALIGNMENT = 256
+
+@dataclass(frozen=True, kw_only=True)
+class _Tile:
+    """Stored rows on the device, and how to decode them.
+
+    Attributes:
+        whole: the piece of which they are the whole tensor, whatever rows it asks for; None: they are the rows.
+    """
+
+    stored: torch.Tensor
+    codec: TensorCodec
+    whole: Piece | None = None
+
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.codec.decode(self.stored if self.whole is None else self.whole.rows_of(self.stored), dtype)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -28,26 +45,20 @@ class _Layer:
     """The announced reads of one layer, and how far they are.
 
     Attributes:
-        places: stored tensors on the device, and whether they are whole where rows were asked.
+        places: where in its slot they go.
+        tiles: by read, what of it is on the device, in the order of its pieces.
         asked, copied: marks of the computation that waits for the copies, and of the copies.
         queued: the copying thread has begun all copies, or given up.
         left: mark of the computation after which the slot is free.
     """
 
     reads: tuple[Read, ...]
-    places: dict[ReadKey, tuple[torch.Tensor, bool]] = field(default_factory=dict)
+    places: LayerPlaces
+    tiles: dict[ReadKey, list[_Tile]] = field(default_factory=dict)
     asked: Mark | None = None
     copied: Mark | None = None
     queued: threading.Event = field(default_factory=threading.Event)
     left: Mark | None = None
-
-    @property
-    def bytes(self) -> int:
-        return sum(_aligned(_stored_bytes(read)) for read in self.reads)
-
-    @property
-    def staged_bytes(self) -> int:
-        return sum(_aligned(_stored_bytes(read)) for read in self.reads if read.index is not None)
 
 
 class ReadAhead:
@@ -120,9 +131,10 @@ class ReadAhead:
         self._join()
         finished = [each.copied for each in self._layers if each.copied is not None]
         for layer in self._layers:
-            layer.places.clear()
+            layer.tiles.clear()
         self._past += self._layers
-        self._layers = [_Layer(reads=tuple(reads)) for reads in layers]
+        placing = Placing()
+        self._layers = [_Layer(reads=tuple(reads), places=placing.of(reads)) for reads in layers]
         self._by_key = {read.key: at for at, each in enumerate(self._layers) for read in each.reads}
         self._current, self._released = -1, 0
         if not self._by_key:
@@ -131,8 +143,8 @@ class ReadAhead:
         self._thread = threading.Thread(target=self._copy_all, args=(finished,), name="redknot-read-ahead", daemon=True)
         self._thread.start()
 
-    def take(self, read: Read) -> torch.Tensor:
-        """The decoded tensor on the device, valid until a read of a later layer is taken.
+    def take(self, read: Read) -> list[torch.Tensor]:
+        """The decoded rows on the device: one tensor where the ring has all of them.
 
         Raises:
             StoreError: or whatever else the copying thread met.
@@ -145,10 +157,7 @@ class ReadAhead:
             raise RuntimeError(f"a read of {read.part} in layer {read.layer} was taken after a later layer's")
         if at > self._current:
             self._enter(at)
-        stored, whole = self._layers[at].places[read.key]
-        if whole:
-            stored = read.rows_of(stored)
-        return read.reader.codec(read.part).decode(stored, self._dtype)
+        return [tile.decoded(self._dtype) for tile in self._layers[at].tiles[read.key]]
 
     def close(self) -> None:
         """End the copying thread. What was taken stays valid until the caller's computation is done with it."""
@@ -187,8 +196,8 @@ class ReadAhead:
             self._thread = None
 
     def _make_ring(self) -> None:
-        size = max(layer.bytes for layer in self._layers)
-        staged = max(layer.staged_bytes for layer in self._layers)
+        size = max(layer.places.bytes for layer in self._layers)
+        staged = max(layer.places.staged_bytes for layer in self._layers)
         if not self._ring or self._ring[0].numel() < size:
             self._ring = [self._lane.empty(size) for _ in range(self._depth)]
         if not self._staging or self._staging[0].numel() < staged:
@@ -231,49 +240,72 @@ class ReadAhead:
             self._lane.finish(behind.copied)
 
     def _copy(self, at: int, layer: _Layer) -> None:
-        slot, staging = self._ring[at % self._depth], self._staging[at % self._depth]
-        offset = staged = 0
-        for read in layer.reads:
-            if read.key in layer.places:
-                continue
-            found = None if self._nearest is None else self._nearest.find(read.reader, read.part, read.layer)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for read, place in zip(layer.reads, layer.places.reads, strict=True):
+            if read.key not in layer.tiles:
+                layer.tiles[read.key] = self._gather(at % self._depth, read, place, targets, sources)
+        self._lane.copy(targets, sources)
+
+    def _gather(
+        self, slot: int, read: Read, place: ReadPlace, targets: list[torch.Tensor], sources: list[torch.Tensor]
+    ) -> list[_Tile]:
+        """Find the pieces of a read, and list what is to be copied: rows as they lie in staging memory, in one copy;
+        whole tensors one by one, to places side by side."""
+        tiles: list[_Tile] = []
+        first = 0
+        for index, piece in enumerate(read.pieces):
+            found = None if self._nearest is None else self._nearest.find(piece.reader, read.part, read.layer)
             if found is not None:
-                layer.places[read.key] = found, True
-                self._count(read, Tier.DEVICE, _stored_bytes(read))
+                tiles += self._ringed(slot, read, place, range(first, index), targets, sources)
+                tiles.append(_Tile(stored=found, codec=piece.reader.codec(read.part), whole=piece))
+                self._count(piece, Tier.DEVICE, piece.rows * found[:1].nbytes)
+                first = index + 1
                 continue
-            tier, stored = self._in_host_memory(read)
-            if read.index is not None:
-                rows = _carve(staging, staged, stored, read.index.numel())
-                staged += _aligned(rows.nbytes)
-                stored = torch.index_select(stored, 0, read.index, out=rows)
-            place = _carve(slot, offset, stored, stored.shape[0])
-            offset += _aligned(place.nbytes)
-            self._lane.copy(place, stored)
-            self._count(read, tier, place.nbytes)
-            layer.places[read.key] = place, False
+            tier, stored = self._in_host_memory(piece, read)
+            if piece.index is not None:
+                rows = place.view(self._staging, slot, index, index, staged=True)
+                torch.index_select(stored, 0, piece.index, out=rows)
+                self._count(piece, tier, rows.nbytes)
+                continue
+            if stored.shape[0] != piece.rows:
+                raise StoreError(
+                    f"an artifact's {read.part} has another length than its document", expected=f"{piece.rows} rows",
+                    found=f"{stored.shape[0]} rows",
+                )  # fmt: skip
+            targets.append(place.view(self._ring, slot, index, index, staged=False))
+            sources.append(stored)
+            self._count(piece, tier, stored.nbytes)
+        return tiles + self._ringed(slot, read, place, range(first, len(read.pieces)), targets, sources)
 
-    def _count(self, read: Read, tier: Tier, size: int) -> None:
+    def _ringed(
+        self, slot: int, read: Read, place: ReadPlace, pieces: range, targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+    ) -> list[_Tile]:  # fmt: skip
+        """The tiles of consecutive pieces that the ring has."""
+        tiles = []
+        first = pieces.start
+        while first < pieces.stop:
+            last = first
+            while last + 1 < pieces.stop and place.run_of[last + 1][0] == place.run_of[first][0]:
+                last += 1
+            tile = place.view(self._ring, slot, first, last, staged=False)
+            if read.pieces[first].index is not None:
+                targets.append(tile)
+                sources.append(place.view(self._staging, slot, first, last, staged=True))
+            tiles.append(_Tile(stored=tile, codec=place.runs[place.run_of[first][0]].codec))
+            first = last + 1
+        return tiles
+
+    def _count(self, piece: Piece, tier: Tier, size: int) -> None:
         self._moved[tier] += size
-        read.reader.count(tier, size)
+        piece.reader.count(tier, size)
 
-    def _in_host_memory(self, read: Read) -> tuple[Tier, torch.Tensor]:
+    def _in_host_memory(self, piece: Piece, read: Read) -> tuple[Tier, torch.Tensor]:
         if self._host is None:
-            return Tier.HOST, read.reader.raw(read.part, read.layer)
-        found = self._host.find(read.reader, read.part, read.layer)
+            return Tier.HOST, piece.reader.raw(read.part, read.layer)
+        found = self._host.find(piece.reader, read.part, read.layer)
         if found is not None:
             return Tier.PINNED, found
-        return Tier.HOST, self._host.keep(read.reader, read.part, read.layer, read.reader.raw(read.part, read.layer))
-
-
-def _stored_bytes(read: Read) -> int:
-    stored = read.reader.raw(read.part, read.layer)
-    return stored.nbytes if read.index is None else stored[:1].nbytes * read.index.numel()
-
-
-def _carve(memory: torch.Tensor, offset: int, like: torch.Tensor, rows: int) -> torch.Tensor:
-    size = like[:1].nbytes * rows
-    return memory[offset : offset + size].view(like.dtype).view((rows, *like.shape[1:]))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+        stored = piece.reader.raw(read.part, read.layer)
+        return Tier.HOST, self._host.keep(piece.reader, read.part, read.layer, stored)

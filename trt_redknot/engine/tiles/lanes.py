@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -26,8 +27,8 @@ class CopyLane(Protocol):
         """uint8 [size] in host memory that the lane copies from."""
         ...
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin a copy from host or device memory. `source` stays untouched until the next mark is finished."""
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Begin copies from host or device memory. `sources` stay untouched until the next mark is finished."""
         ...
 
     def after(self, mark: Mark) -> None:
@@ -64,8 +65,9 @@ class ThreadLane:
     def staging(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
     def after(self, mark: Mark) -> None:
         return None
@@ -112,9 +114,11 @@ class CudaLane:
         with torch.cuda.device(self._device):
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        if targets:
+            # One call for all: the computing thread has Python's lock meanwhile.
+            with torch.cuda.stream(self._stream):
+                torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
     def after(self, mark: Mark) -> None:
         assert isinstance(mark, torch.cuda.Event)

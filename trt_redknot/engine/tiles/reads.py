@@ -37,22 +37,18 @@ class ArtifactReader(Protocol):
     def rows(self, part: Part, layer: int | None, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
 
-# Identities, because a request may hold one document several times.
-ReadKey = tuple[int, Part, int | None, int | None]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Read:
-    """A tensor of an artifact, or rows of it.
+class Piece:
+    """Rows of one artifact's tensors.
 
     Attributes:
-        index: int64 [k] in host memory; None: the whole tensor. Equal reads share the same object.
+        rows: how many.
+        index: int64 [rows] in host memory, which they are; None: the whole tensor.
         device_index: the same on the device, for tensors that lie there.
     """
 
     reader: ArtifactReader
-    part: Part
-    layer: int | None
+    rows: int
     index: torch.Tensor | None = None
     device_index: torch.Tensor | None = None
 
@@ -63,10 +59,27 @@ class Read:
         index = self.index if stored.device == self.index.device else self.device_index
         return stored.index_select(0, self.index.to(stored.device) if index is None else index)
 
+
+# Identities, because a request may hold one document several times.
+ReadKey = tuple[Part, int | None, int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Read:
+    """One tensor of a layer from several artifacts, one after the other: a tile.
+
+    Attributes:
+        pieces: whole tensors, or rows of all. Equal reads, and those of layers that are cut alike, share the object.
+    """
+
+    part: Part
+    layer: int | None
+    pieces: tuple[Piece, ...]
+
     @property
     def key(self) -> ReadKey:
         """What tells the reads of a request apart."""
-        return id(self.reader), self.part, self.layer, None if self.index is None else id(self.index)
+        return self.part, self.layer, id(self.pieces)
 
 
 class TileSource(Protocol):
@@ -88,8 +101,9 @@ class TileSource(Protocol):
 
     def announce(self, layers: Sequence[Sequence[Read]]) -> None: ...
 
-    def take(self, read: Read) -> torch.Tensor:
-        """The decoded tensor on the device, valid until a read of a later layer is taken."""
+    def take(self, read: Read) -> list[torch.Tensor]:
+        """The decoded rows on the device, in the order of the pieces, in as few tensors as they lie side by side there;
+        valid until a read of a later layer is taken."""
         ...
 
     def close(self) -> None: ...
@@ -113,22 +127,26 @@ class DirectReads:
     def announce(self, layers: Sequence[Sequence[Read]]) -> None:
         return None
 
-    def take(self, read: Read) -> torch.Tensor:
+    def take(self, read: Read) -> list[torch.Tensor]:
+        return [self._take(piece, read.part, read.layer) for piece in read.pieces]
+
+    def _take(self, piece: Piece, part: Part, layer: int | None) -> torch.Tensor:
+        reader = piece.reader
         if self._device.type == "cuda":
-            stored = read.reader.raw(read.part, read.layer)
+            stored = reader.raw(part, layer)
             if stored.device == self._device:
-                return self._on_the_device(read, read.rows_of(stored))
-        if read.index is None:
-            values = read.reader.tensor(read.part, read.layer, self._dtype)
+                return self._on_the_device(reader, part, piece.rows_of(stored))
+        if piece.index is None:
+            values = reader.tensor(part, layer, self._dtype)
         else:
-            values = read.reader.rows(read.part, read.layer, read.index, self._dtype)
+            values = reader.rows(part, layer, piece.index, self._dtype)
         self._moved[Tier.HOST] += values.nbytes
         return values.to(self._device)
 
-    def _on_the_device(self, read: Read, stored: torch.Tensor) -> torch.Tensor:
+    def _on_the_device(self, reader: ArtifactReader, part: Part, stored: torch.Tensor) -> torch.Tensor:
         self._moved[Tier.DEVICE] += stored.nbytes
-        read.reader.count(Tier.DEVICE, stored.nbytes)
-        return read.reader.codec(read.part).decode(stored, self._dtype)
+        reader.count(Tier.DEVICE, stored.nbytes)
+        return reader.codec(part).decode(stored, self._dtype)
 
     def close(self) -> None:
         return None

@@ -30,12 +30,13 @@ def seg_latent_attention(
     *,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over a segment table, one launch on the current stream, no synchronisation.
+    """Attention over a segment table on the current stream, no synchronisation.
 
     Args:
         q_global, q_local: bf16 [R, Hg, 512], [R1, Hl, 512]: normed, not rotated.
         latents, entries: pools of one dtype, bf16 [rows, 512] or packed uint8 [rows, 584]
-            (:mod:`trt_redknot.ops.reference.packing`), read in place.
+            (:mod:`trt_redknot.ops.reference.packing`), read in place. Where rows have more than 32 heads, what they see
+            of packed pools becomes bf16 in scratch memory of 1 KB a pool row.
         selected: int64 [R, k], k at most 1024, distinct in each row, -1 for none.
         rope: [positions, 32, 2]; fp32, other float dtypes are widened.
 

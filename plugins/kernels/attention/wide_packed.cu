@@ -1,7 +1,0 @@
-#include "kernels/attention/wide_kernel.cuh"
-
-namespace redknot::attention {
-
-template Status launch_wide<true>(Launch const&, cudaStream_t);
-
-}  // namespace redknot::attention

@@ -67,8 +67,8 @@ constexpr int kCollapseRegisters = 64;
 constexpr int kOtherRegisters = 64;
 
 // One geometry: hidden channels, rows of a group in tiles of eight, and groups in shared memory. A warp owns 32
-// channels of two tiles, or 64 of one; then there are too many channels for both terms of fn in registers, and the low
-// ones lie in shared memory. Offsets are bytes of shared memory.
+// channels of two tiles, or 64 of one; then there are too many channels for all terms of fn in registers, and half of
+// them lie in shared memory. Offsets are bytes of shared memory.
 template <int kHiddenChannels, int kRowTiles, int kStageCount>
 struct Shape {
   static constexpr int kHidden = kHiddenChannels;

@@ -212,5 +212,6 @@ def test_released_networks(name: str, layers: int, csa: int, hca: int, sliding: 
     assert geometry.router_kinds.count(RouterKind.HASH) == 3
     assert geometry.heads_per_group == 8
     assert (geometry.nope_dim, geometry.rope_dim) == (448, 64)
+    assert geometry.boundary == 128
     assert geometry.rope_sliding.factor is None
     assert (geometry.rope_compressed.factor, geometry.rope_compressed.attention_factor) == (16, 1.0)

@@ -44,7 +44,8 @@ class PlanBuilder:
         self._platform = platform
         self._limits = limits
         self._settings = settings
-        self._builder = platform.module.Builder(platform.logger)
+        with platform.creating:
+            self._builder = platform.module.Builder(platform.logger)
         self._cache: trt.ITimingCache | None = None
 
     def build(self, spec: PlanSpec, advance: Callable[[int], None] = lambda _: None) -> bytes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -43,6 +44,8 @@ class Platform:
         plugin_library: where it is; None where plugins are cut out.
         port: makes the plugin port of one network.
         configure: called with every builder configuration.
+        creating: held while a builder is made. Making one logs under a lock of TensorRT's, and does not let go of the
+            interpreter's: two ranks that are threads of a process would wait for each other for good.
     """
 
     module: TensorRT
@@ -53,6 +56,7 @@ class Platform:
     port: Callable[[], PluginPort]
     configure: Callable[[trt.IBuilderConfig], None] = _unchanged
     plugin_library: Path | None = None
+    creating: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def version(self) -> str:

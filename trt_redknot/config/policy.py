@@ -19,7 +19,8 @@ class ReusePolicy(BaseModel):
         epilogue: ``full`` runs all rows in the trailing fence, ``active`` only the live ones.
         protect: ``default`` is Q + N + D + B + I_top + T; ``all`` protects every row (the exactness test).
         boundary: rows protected at each end of a relocated document; left out: the network's coarsest compression
-            window (128 for released networks). Fewer can lose what the document before says.
+            window, or its sliding one if that is longer (128 for released networks). Fewer can lose what the document
+            before says.
         tail: most rows protected at the end of the request.
         tail_share: the tail is at most this share of the request's rows.
         top_entries: compressed entries whose rows are protected by Indexer score; left out: the network's index_topk.

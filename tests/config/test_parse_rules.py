@@ -43,7 +43,8 @@ def test_ratios_and_kinds(config: dict[str, Any], kinds: tuple[AttentionKind, ..
     assert (geometry.csa_ratio, geometry.hca_ratio) == rates
     expected = {S: 0, C: rates[0], H: rates[1]}
     assert [geometry.ratio(layer) for layer in range(4)] == [expected[kind] for kind in kinds]
-    assert geometry.boundary == max(geometry.window, *(expected[kind] for kind in kinds))
+    assert geometry.coarsest_ratio == max(1, *(expected[kind] for kind in kinds))
+    assert geometry.boundary == max(geometry.window, geometry.coarsest_ratio)
 
 
 def test_ratio_one_and_zero_are_the_same_network() -> None:

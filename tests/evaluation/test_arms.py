@@ -36,8 +36,8 @@ def run(runner: ArmRunner, question: Question, policy: ReusePolicy, cutting: Cut
 
 
 def test_all_rows_protected_and_whole_windows_are_recomputation(runner: ArmRunner, question: Question) -> None:
-    multiple = max(runner.engine.geometry.csa_ratio, runner.engine.geometry.hca_ratio)
-    found = run(runner, question, ReusePolicy(protect="all"), Cutting(multiple=multiple))
+    cutting = Cutting(multiple=runner.engine.geometry.coarsest_ratio)
+    found = run(runner, question, ReusePolicy(protect="all"), cutting)
     assert found.kl < 1e-8
     assert found.top1
     assert found.same == found.compared == len(found.reuse.tokens)

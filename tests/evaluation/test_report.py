@@ -11,9 +11,12 @@ from rich.console import Console
 
 from tests.evaluation.samples import arm, pair, run_of
 from trt_redknot.config.policy import ReusePolicy
+from trt_redknot.errors import RequestError
+from trt_redknot.evaluation.charts import figures
 from trt_redknot.evaluation.evidence import Evidence
+from trt_redknot.evaluation.markdown import summary_markdown
 from trt_redknot.evaluation.page import render_evaluation
-from trt_redknot.evaluation.summary import Summary, summarise
+from trt_redknot.evaluation.summary import QuestionGroup, Summary, summarise
 from trt_redknot.evaluation.tables import answers_table, detail_table, summary_table
 from trt_redknot.evaluation.variants import sweep
 
@@ -55,6 +58,37 @@ def test_a_summary_counts_what_the_pairs_say() -> None:
     assert first.fanout == (0, 0, 0, 20, 12, 0, 8)
     kinds = [group for group in summary.groups if group.variant == first.variant and group.by == "kind"]
     assert {group.name: group.metrics["kl"].mean for group in kinds} == pytest.approx({"single": 0.1, "override": 0.2})
+
+
+def test_groups_of_questions_split_the_pairs() -> None:
+    asked = {"a": "Who is the chief of Mara?", "b": "Where is Mara?", "c": "Whose chief is Tom?"}
+    pairs = [
+        pair(id=f"{name}{length}", file=f"nano-{length}.jsonl", question=asked[name], kl=float(kl))
+        for kl, (length, name) in enumerate((length, name) for length in (1, 2) for name in asked)
+    ]
+    named = [QuestionGroup.parse("with", r"\bchief\b"), QuestionGroup.parse("without", r"!\bchief\b")]
+    named.append(QuestionGroup.parse("nobody", "Anna"))
+    summary = summarise(run_of(), pairs, Evidence.ARCHIVED, named)
+    groups = {group.name: group for group in summary.groups if group.by == "group"}
+    assert {name: group.pairs for name, group in groups.items()} == {
+        "with": 4, "with, nano-1": 2, "with, nano-2": 2, "without": 2, "without, nano-1": 1, "without, nano-2": 1,
+    }  # fmt: skip
+    assert groups["with"].metrics["kl"].mean == pytest.approx((0 + 2 + 3 + 5) / 4)
+    assert groups["without, nano-2"].metrics["kl"].mean == 4
+    assert "group without, nano-2" in text_of(detail_table(summary, "policy"))
+    assert "| without, nano-2 | 1 |" in summary_markdown(summary)
+
+
+def test_a_pattern_that_is_none_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"group chiefs is ill-formed.*chief\("):
+        QuestionGroup.parse("chiefs", "!chief(")
+
+
+def test_all_charts_have_names_for_files() -> None:
+    found = figures(swept(Evidence.ARCHIVED))
+    assert len(found) == 8
+    assert "archived" in found["budget-kl-of-the-first-token"]
+    assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in found)
 
 
 def test_a_variant_without_results_yet_is_left_out() -> None:

@@ -10,7 +10,7 @@ import click
 
 from trt_redknot.cli.command import run_command
 from trt_redknot.cli.engine_options import DEVICE_OPTION
-from trt_redknot.cli.evaluate_nano import nano_command
+from trt_redknot.cli.evaluate_nano import TABLES, nano_command
 from trt_redknot.cli.evaluate_plan import projections_command
 from trt_redknot.cli.output import Output
 from trt_redknot.config.documents import validated_json
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from trt_redknot.evaluation.summary import Summary
 
-PAGE, SUMMARY = "report.html", "summary.json"
+PAGE, SUMMARY, FIGURES = "report.html", "summary.json", "figures"
 _PATH = click.Path(path_type=Path)
 
 
@@ -41,6 +41,7 @@ Examples:
   python run/evaluate.py run --engine engine --records examples/nano/records --output work/eval
   python run/evaluate.py sweep --engine engine --records examples/nano/records --output work/sweep --axis budget
   python run/evaluate.py report --output work/sweep           the page and tables again, from saved results
+  python run/evaluate.py report --output work/quality/lengths --group "names a chief=chief"
   python run/evaluate.py projections --geometry flash --length 65536 --length 440000
   python run/evaluate.py nano --checkpoint work/nano/checkpoint --records examples/nano/records --output work/quality
   python run/evaluate.py freeze --name my-set records/hotpotqa.jsonl
@@ -150,12 +151,11 @@ def _evaluate(
         for name, folder in {BASE_ENGINE: options["engine_dir"], **further}.items()
     }  # fmt: skip
     engine = runners[BASE_ENGINE].engine
-    multiple = max(engine.geometry.csa_ratio, engine.geometry.hca_ratio)
     evaluation = Evaluation(
         frozen=frozen,
         questions=questions,
         runners=runners,
-        variants=joined(make(policy, multiple, list(further)), options["documents"]),
+        variants=joined(make(policy, engine.geometry.coarsest_ratio, list(further)), options["documents"]),
     )
     out = Output(engine.collectives.rank)
     if options["dry_run"]:
@@ -187,26 +187,50 @@ def _finished(output: Path) -> int:
 
 def _report_command() -> click.Command:
     @click.command("report")
-    @click.option("--output", type=_PATH, required=True, help="Folder that an evaluation wrote.")
+    @click.option(
+        "--output",
+        type=_PATH,
+        required=True,
+        help="Folder that an evaluation wrote, or one that holds several of the same comparison: put together.",
+    )
+    @click.option(
+        "--group",
+        "groups",
+        multiple=True,
+        metavar="NAME=PATTERN",
+        help="A further group of pairs: those whose question has the regular expression; with !PATTERN, has it not.",
+    )
+    @click.option(
+        "--complete",
+        is_flag=True,
+        help="Only records that every variant has a result of, if an evaluation was stopped.",
+    )
     @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of tables.")
-    def report(output: Path, as_json: bool) -> None:
-        """Write the page and print the tables of saved results."""
-        from trt_redknot.evaluation.journal import RESULTS, read_journal
-        from trt_redknot.evaluation.summary import summarise
+    def report(output: Path, groups: tuple[str, ...], complete: bool, as_json: bool) -> None:
+        """Write the page, Markdown tables and figures of saved results, and print the tables."""
+        from trt_redknot.evaluation.merging import of_all_variants, read_results, result_folders
+        from trt_redknot.evaluation.summary import QuestionGroup, summarise
 
-        run, pairs = read_journal(output / RESULTS)
-        _publish(Output(), output, summarise(run, pairs, Evidence.ARCHIVED), as_json=as_json)
+        named = [QuestionGroup.parse(*_pair(text, "--group")) for text in groups]
+        run, pairs = read_results(result_folders(output))
+        kept = of_all_variants(run, pairs) if complete else pairs
+        _publish(Output(), output, summarise(run, kept, Evidence.ARCHIVED, named), as_json=as_json)
 
     return report
 
 
 def _publish(out: Output, output: Path, summary: Summary, *, as_json: bool) -> None:
+    from trt_redknot.evaluation.charts import figures
+    from trt_redknot.evaluation.markdown import summary_markdown
     from trt_redknot.evaluation.page import render_evaluation
     from trt_redknot.evaluation.tables import answers_table, detail_table, left_out_table, summary_table
     from trt_redknot.reports.page import write_page
 
     write_page(output / PAGE, render_evaluation(summary, f"Reuse against recomputation: {summary.run['records']}"))
     write_page(output / SUMMARY, json.dumps(summary.to_json(), indent=1) + "\n")
+    write_page(output / TABLES, summary_markdown(summary))
+    for name, figure in figures(summary).items():
+        write_page(output / FIGURES / f"{name}.svg", figure + "\n")
     if as_json:
         out.json(summary.to_json())
     else:

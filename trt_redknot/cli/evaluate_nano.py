@@ -177,13 +177,12 @@ class _Jobs:
 
 
 def _tables(parts: Sequence[_Part]) -> str:
-    from trt_redknot.evaluation.journal import RESULTS, read_journal
     from trt_redknot.evaluation.markdown import groups_markdown, overall_markdown
+    from trt_redknot.evaluation.merging import read_results
     from trt_redknot.evaluation.summary import Summary, summarise
 
     def together(chosen: Sequence[_Part]) -> Summary:
-        journals = [read_journal(part.output / RESULTS) for part in chosen]
-        return summarise(journals[0][0], [pair for _, pairs in journals for pair in pairs], Evidence.MEASURED)
+        return summarise(*read_results([part.output for part in chosen]), Evidence.MEASURED)
 
     lengths = together([part for part in parts if part.axis is None])
     texts = ["## Default policy by length\n", groups_markdown(lengths, "policy", "file")]

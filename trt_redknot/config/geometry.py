@@ -107,10 +107,16 @@ class ModelGeometry:
         ]
 
     @property
+    def coarsest_ratio(self) -> int:
+        """Tokens of the coarsest compressed entry of any layer; documents of whole multiples have the windows that
+        the request would have. 1 where no layer has a compressor."""
+        return max(1, *(self.ratio(layer) for layer in range(self.layers)))
+
+    @property
     def boundary(self) -> int:
         """Rows at a document's ends that see across them at once: tokens of the sliding window or, if more, of the
-        coarsest compressed entry of any layer."""
-        return max(self.window, *(self.ratio(layer) for layer in range(self.layers)))
+        coarsest compressed entry."""
+        return max(self.window, self.coarsest_ratio)
 
     def rope(self, layer: int) -> RopeGeometry:
         return self.rope_sliding if self.attention_kinds[layer] is AttentionKind.SLIDING else self.rope_compressed

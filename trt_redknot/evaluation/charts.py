@@ -31,6 +31,15 @@ def axis_charts(summary: Summary, axis: str) -> list[Markup]:
     ]
 
 
+def figures(summary: Summary) -> dict[str, Markup]:
+    """The charts of all axes as SVG by a name for a file: axis and kind of figure."""
+    return {
+        f"{axis}-{title.lower().replace(' ', '-')}": chart
+        for axis in summary.axes
+        for (title, *_), chart in zip(_CHARTS, axis_charts(summary, axis), strict=True)
+    }
+
+
 def point(interval: Interval, factor: float) -> Point:
     """A mean with its interval, in another unit."""
     return Point(

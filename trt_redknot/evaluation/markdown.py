@@ -29,6 +29,18 @@ def groups_markdown(summary: Summary, variant: str, by: str) -> str:
     return _table(summary, by, [(group.name, group) for group in groups])
 
 
+def summary_markdown(summary: Summary) -> str:
+    """All tables of a summary: a variant's groups where there is only one variant, else one table an axis."""
+    overall = summary.overall()
+    if len(overall) > 1:
+        return "\n".join(f"## {axis}\n\n{overall_markdown(summary, axis)}" for axis in summary.axes)
+    return "\n".join(
+        f"## By {by}\n\n{groups_markdown(summary, group.variant, by)}"
+        for group in overall
+        for by in dict.fromkeys(other.by for other in summary.groups if other.by != ALL)
+    )
+
+
 def _table(summary: Summary, first: str, rows: list[tuple[str, Group]]) -> str:
     lines = [
         f"Evidence: **{summary.evidence.value}**.",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trt_redknot.errors import RequestError
 from trt_redknot.evaluation.arms import PairResult
 from trt_redknot.evaluation.evidence import Evidence
 from trt_redknot.evaluation.statistics import Interval, bootstrap
@@ -33,7 +35,7 @@ class Group:
     """Some pairs of one variant.
 
     Attributes:
-        by: `all`, `kind` or `file`; `name` is its value.
+        by: `all`, `kind`, `file` or `group` (of questions); `name` is its value.
         metrics: by name; changes are paired, reuse minus recompute.
         worst_kl: largest KL of a pair.
         stops: answers that ended by themselves, reuse and recompute.
@@ -70,6 +72,38 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuestionGroup:
+    """Pairs that belong together by what is asked.
+
+    Attributes:
+        pattern: what is looked for in the question.
+        without: the group is of questions that do not have it.
+    """
+
+    name: str
+    pattern: re.Pattern[str]
+    without: bool = False
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> QuestionGroup:
+        """From a name and a regular expression, with `!` before it: without it.
+
+        Raises:
+            RequestError: no regular expression.
+        """
+        try:
+            return cls(name=name, pattern=re.compile(text.removeprefix("!")), without=text.startswith("!"))
+        except re.error as error:
+            raise RequestError(
+                f"the pattern of group {name} is ill-formed: {error}", expected="a regular expression", found=text,
+                remedy="Escape what is meant literally with a backslash.",
+            ) from error  # fmt: skip
+
+    def has(self, pair: PairResult) -> bool:
+        return (self.pattern.search(pair.question) is None) == self.without
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """Everything a report shows.
 
@@ -103,8 +137,11 @@ class Summary:
         }
 
 
-def summarise(run: Mapping[str, Any], pairs: Sequence[PairResult], evidence: Evidence) -> Summary:
-    """Groups of all variants that have results."""
+def summarise(
+    run: Mapping[str, Any], pairs: Sequence[PairResult], evidence: Evidence, named: Sequence[QuestionGroup] = ()
+) -> Summary:
+    """Groups of all variants that have results: over all pairs, by kind, by file, and by the groups named, which are
+    split by file as well."""
     groups: list[Group] = []
     for variant in run["variants"]:
         own = [pair for pair in pairs if pair.variant == variant["name"]]
@@ -115,7 +152,18 @@ def summarise(run: Mapping[str, Any], pairs: Sequence[PairResult], evidence: Evi
             values = sorted({key(pair) for pair in own})
             if len(values) > 1:
                 groups += [_group(variant, by, value, [p for p in own if key(p) == value]) for value in values]
+        for wanted in named:
+            groups += _question_groups(variant, wanted, [pair for pair in own if wanted.has(pair)])
     return Summary(run=run, evidence=evidence, groups=groups, pairs=pairs)
+
+
+def _question_groups(variant: Mapping[str, Any], wanted: QuestionGroup, pairs: Sequence[PairResult]) -> list[Group]:
+    if not pairs:
+        return []
+    files = sorted({_file(pair) for pair in pairs})
+    split = [(f"{wanted.name}, {file}", [pair for pair in pairs if _file(pair) == file]) for file in files]
+    named = [(wanted.name, pairs), *(split if len(files) > 1 else [])]
+    return [_group(variant, "group", name, own) for name, own in named]
 
 
 def _kind(pair: PairResult) -> str:

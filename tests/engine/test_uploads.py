@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from trt_redknot.engine.uploads import ArrayBatch, fetch, upload
+from trt_redknot.engine.uploads import ArrayBatch, Arriving, upload
 
 CPU = torch.device("cpu")
 NUMBERS = arrays(np.int64, array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=40))
@@ -48,7 +48,7 @@ def test_views_and_columns_are_arrays_like_others() -> None:
     assert np.array_equal(upload(table[:, 1], CPU).numpy(), [1, 5, 9])
 
 
-def test_what_is_fetched_is_what_was_there() -> None:
-    assert fetch(torch.tensor([3, 1])).tolist() == [3, 1]
-    assert fetch(torch.tensor([1.5, -2.25], dtype=torch.float64)).tolist() == [1.5, -2.25]
-    assert fetch(torch.arange(3)).dtype == np.int64
+def test_what_arrives_is_what_was_there() -> None:
+    assert Arriving(torch.tensor([3, 1])).wait().tolist() == [3, 1]
+    assert Arriving(torch.tensor([1.5, -2.25], dtype=torch.float64)).wait().tolist() == [1.5, -2.25]
+    assert Arriving(torch.arange(3)).wait().dtype == np.int64

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -136,13 +136,13 @@ def seen_in(
         for index in range(documents)
     }  # fmt: skip
     fetched = []
-    fetch: Callable[[torch.Tensor], np.ndarray] = prefill.fetch
 
-    def noted(values: torch.Tensor) -> np.ndarray:
-        fetched.append(values.shape)
-        return fetch(values)
+    class Noted(prefill.Arriving):
+        def wait(self) -> np.ndarray:
+            fetched.append(True)
+            return super().wait()
 
-    monkeypatch.setattr(prefill, "fetch", noted)
+    monkeypatch.setattr(prefill, "Arriving", Noted)
     seen = Seen()
     run = prefill.Prefill.run
 

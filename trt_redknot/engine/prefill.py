@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from trt_redknot.engine.pool import CachePool, SequenceState
 from trt_redknot.engine.rowset import RowSet, redistribute
 from trt_redknot.engine.step import LayerRows, Observation, Step, make_step, no_extra_raw, no_restore
 from trt_redknot.engine.steps import Steps
-from trt_redknot.engine.uploads import fetch, upload
+from trt_redknot.engine.uploads import Arriving, upload
 from trt_redknot.request.controller import Candidates, candidates, has_candidates, protect, select_windows
 from trt_redknot.request.rows import RowPlan
 from trt_redknot.request.segments import Protection, RowClass, Segment, SegmentKind
@@ -77,6 +78,7 @@ class Prefill:
         self._window = geometry.csa_ratio
         self._planned: dict[int, _Planned] = {}
         self._bundle: Bundle | None = None
+        self._order: Arriving | None = None
 
     def run(self) -> Steps[Prefilled]:
         """All phases in order, in steps. Collective."""
@@ -94,8 +96,9 @@ class Prefill:
         if scored:
             self._observe.salience_layers = scored
             self._observe.salience_rows = (flags[leading.positions] & int(Protection.QUERY)) != 0
+            self._observe.after_salience = partial(self._rank, bundle.windows, scored[-1])
         streams = yield from self._layers(range(profile.leading_fence), leading, streams, only_prefix=True)
-        plan = self._select(flags, bundle.windows, choice=choice, live_scores=bool(scored))
+        plan = self._select(flags, bundle.windows, choice=choice)
 
         live = self._live_rows(plan)
         if live.full_rows == leading.full_rows and np.array_equal(live.positions, leading.positions):
@@ -150,20 +153,32 @@ class Prefill:
         state = dataclasses.replace(self._state, segments=list(self._state.segments))
         return RowGeometry(make_step(context.geometry, [state], rows, extras), context.device)
 
-    def _select(self, flags: NDArray[np.uint8], windows: Candidates, *, choice: bool, live_scores: bool) -> RowPlan:
-        policy, geometry, segments = self._policy, self._context.geometry, self._state.segments
-        order = np.arange(len(windows.starts), dtype=np.int64)
-        if live_scores:
+    def _rank(self, windows: Candidates, last: int, layer: int) -> None:
+        """Queue the ranking of the candidates with the last scores. They travel to the host, which goes on with them
+        while the device is still busy with the rest of the fence."""
+        if layer == last:
             assert self._observe.salience is not None
             scores = self._observe.salience[0][upload(windows.entries, self._context.device)]
+            self._order = Arriving(torch.argsort(-scores, stable=True))
+
+    def _select(self, flags: NDArray[np.uint8], windows: Candidates, *, choice: bool) -> RowPlan:
+        policy, geometry, segments = self._policy, self._context.geometry, self._state.segments
+        order = np.arange(len(windows.starts), dtype=np.int64)
+        if self._order is not None:
             # The one wait of a prefill: which rows run next depends on these scores.
-            order = fetch(torch.argsort(-scores, stable=True))
+            order = self._order.wait()
         elif choice and self._has_csa:
             kept = self._documents.salience(self._window)
             order = np.argsort(-kept[windows.entries], kind="stable")
         top_entries = geometry.index_topk if policy is None or policy.top_entries is None else policy.top_entries
         return select_windows(
-            segments, flags, policy, windows=windows, order=order, live_scores=live_scores, top_entries=top_entries
+            segments,
+            flags,
+            policy,
+            windows=windows,
+            order=order,
+            live_scores=self._order is not None,
+            top_entries=top_entries,
         )
 
     def _live_rows(self, plan: RowPlan) -> RowSet:

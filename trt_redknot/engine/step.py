@@ -182,6 +182,8 @@ class Observation:
             `salience_layers`.
         salience: sums of scores per entry, and rows that saw the entry, over all ranks.
         expert_ids: int64 [own rows, top_k] of every chunk in the layers of `fanout_layers` that choose by learning.
+        after_salience: called with a layer of `salience_layers` once `salience` has its scores, and before what is left
+            of the layer is queued.
         after_layer: called when a layer is done and its part of the pool is final.
         before_trailing: called with the own streams that enter the trailing fence, and their rows.
     """
@@ -193,6 +195,7 @@ class Observation:
     salience: tuple[torch.Tensor, torch.Tensor] | None = None
     fanout_layers: range = range(0)
     expert_ids: list[torch.Tensor] = field(default_factory=list)
+    after_salience: Callable[[int], None] | None = None
     after_layer: Callable[[int], None] | None = None
     before_trailing: Callable[[torch.Tensor, RowSet], None] | None = None
 

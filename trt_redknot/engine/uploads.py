@@ -88,8 +88,3 @@ class Arriving:
             self._there.synchronize()
         arrived: NDArray[Any] = self._host.numpy()
         return arrived
-
-
-def fetch(values: torch.Tensor) -> NDArray[Any]:
-    """Numbers on the host. Waits for the device: only where the host's next decision needs them."""
-    return Arriving(values).wait()

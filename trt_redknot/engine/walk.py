@@ -63,6 +63,8 @@ class LayerWalk:
         _, cut = step.of_ratio(ratio)
         if layer in observe.salience_layers:
             self._salience(spec, step, pool, projected, ratio, observe)
+            if observe.after_salience is not None:
+                observe.after_salience(layer)
         counted = layer in observe.fanout_layers and spec.router is RouterKind.LEARNED
         whole = len(step.parts) == 1
         outputs = streams if whole else torch.empty_like(streams)

@@ -1,5 +1,6 @@
 #include "common/check.h"
 #include "kernels/indexer/lightning_indexer.h"
+#include "kernels/indexer/salience.cuh"
 #include "kernels/indexer/select.cuh"
 
 namespace redknot {
@@ -7,21 +8,16 @@ namespace indexer {
 namespace {
 
 constexpr int64_t kAlignment = 256;
-constexpr int kMaxSelected = 1024;
 constexpr int64_t kEnoughBlocks = 132;  // multiprocessors of the largest supported GPU
 
 int64_t round_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 int64_t key_bytes(int64_t entries) { return round_up(entries * kIndexDim) + round_up(entries * 4); }
 
-Status check(LightningIndexerParams const& op) {
+Status check(IndexScoreParams const& op) {
   REDKNOT_VALID(op.rows >= 0 && op.entries >= 0 && op.entries <= INT32_MAX && op.segment_count >= 0);
-  REDKNOT_VALID(op.top_k > 0);
-  REDKNOT_SUPPORTED(op.top_k <= kMaxSelected);
   REDKNOT_SUPPORTED(op.keys_dtype == Dtype::kPacked || op.keys_dtype == Dtype::kBFloat16);
   REDKNOT_SUPPORTED(op.fp8 || op.keys_dtype == Dtype::kBFloat16);
-  if (op.rows == 0) return Status::kSuccess;
-  REDKNOT_VALID(op.selected != nullptr);
-  if (op.entries == 0) return Status::kSuccess;
+  if (op.rows == 0 || op.entries == 0) return Status::kSuccess;
   REDKNOT_VALID(op.q != nullptr && op.weights != nullptr && op.keys != nullptr && op.segments != nullptr);
   REDKNOT_VALID(op.row_segments != nullptr && op.positions != nullptr && op.visible != nullptr && op.rope != nullptr);
   REDKNOT_VALID(op.rope_positions > 0 && op.workspace != nullptr);
@@ -37,13 +33,12 @@ int32_t stretch_for(int64_t entries, int64_t row_blocks) {
   return static_cast<int32_t>(whole < kLeastStretch ? kLeastStretch : whole > kMostStretch ? kMostStretch : whole);
 }
 
-template <bool kFp8>
-Status score_and_select(Scoring scoring, int rows_at_a_time, cudaStream_t stream) {
-  LightningIndexerParams const& op = scoring.op;
-  constexpr int kScoreBytes = static_cast<int>(sizeof(ScoreShared<kFp8>)),
-                kSelectBytes = static_cast<int>(sizeof(SelectShared));
+// Scores some rows after others into the workspace; `use` launches what reads the scores of a round.
+template <bool kFp8, class Use>
+Status score_rounds(Scoring scoring, int rows_at_a_time, cudaStream_t stream, Use const& use) {
+  IndexScoreParams const& op = scoring.op;
+  constexpr int kScoreBytes = static_cast<int>(sizeof(ScoreShared<kFp8>));
   REDKNOT_CUDA(cudaFuncSetAttribute(score_kernel<kFp8>, cudaFuncAttributeMaxDynamicSharedMemorySize, kScoreBytes));
-  REDKNOT_CUDA(cudaFuncSetAttribute(select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSelectBytes));
   for (int row = 0; row < op.rows; row += rows_at_a_time) {
     scoring.first_row = row;
     scoring.rows = op.rows - row < rows_at_a_time ? op.rows - row : rows_at_a_time;
@@ -53,10 +48,40 @@ Status score_and_select(Scoring scoring, int rows_at_a_time, cudaStream_t stream
     dim3 const grid(static_cast<unsigned>(row_blocks), static_cast<unsigned>(stretches));
     score_kernel<kFp8><<<grid, 256, kScoreBytes, stream>>>(scoring);
     REDKNOT_LAUNCHED();
-    select_kernel<<<static_cast<unsigned>(scoring.rows), kSelectThreads, kSelectBytes, stream>>>(scoring);
+    use(scoring);
     REDKNOT_LAUNCHED();
   }
   return Status::kSuccess;
+}
+
+// Keys as the matrix units read them, then the rounds. There are rows and entries.
+template <class Use>
+Status score(IndexScoreParams const& op, cudaStream_t stream, Use const& use) {
+  Status const device = require_warpgroup_products();
+  if (device != Status::kSuccess) return device;
+  int64_t const score_bytes = op.workspace_bytes - key_bytes(op.entries);
+  int64_t const fit = score_bytes / (op.entries * 4);
+  REDKNOT_REQUIRE(fit >= kRows, Status::kWorkspaceTooSmall);
+  int const rows_at_a_time = static_cast<int>(fit < op.rows ? fit / kRows * kRows : op.rows);
+
+  auto* const codes = static_cast<uint8_t*>(op.workspace);
+  auto* const scales = reinterpret_cast<float*>(codes + round_up(op.entries * kIndexDim));
+  auto* const scores = reinterpret_cast<float*>(codes + key_bytes(op.entries));
+  Scoring scoring{op, codes, scales, scores, 0, 0, 0};
+  if (!op.fp8) {
+    scoring.keys = static_cast<uint8_t const*>(op.keys);
+    return score_rounds<false>(scoring, rows_at_a_time, stream, use);
+  }
+  auto const blocks = static_cast<unsigned>((op.entries + 7) / 8);
+  if (op.keys_dtype == Dtype::kPacked) {
+    align_keys<<<blocks, 256, 0, stream>>>(static_cast<uint32_t const*>(op.keys), reinterpret_cast<uint32_t*>(codes),
+                                           scales, op.entries);
+  } else {
+    quantise_keys<<<blocks, 256, 0, stream>>>(static_cast<__nv_bfloat16 const*>(op.keys),
+                                              reinterpret_cast<uint32_t*>(codes), scales, op.entries);
+  }
+  REDKNOT_LAUNCHED();
+  return score_rounds<true>(scoring, rows_at_a_time, stream, use);
 }
 
 }  // namespace
@@ -68,37 +93,38 @@ int64_t lightning_indexer_workspace(int64_t entries, int64_t rows_at_a_time) {
 }
 
 Status lightning_indexer(LightningIndexerParams const& op, cudaStream_t stream) {
+  REDKNOT_VALID(op.top_k > 0);
+  REDKNOT_SUPPORTED(op.top_k <= indexer::kMostSelected);
   Status const valid = indexer::check(op);
   if (valid != Status::kSuccess || op.rows == 0) return valid;
+  REDKNOT_VALID(op.selected != nullptr);
   if (op.entries == 0) {
     REDKNOT_CUDA(cudaMemsetAsync(op.selected, 0xff, sizeof(int64_t) * op.rows * op.top_k, stream));
     return Status::kSuccess;
   }
-  Status const device = require_warpgroup_products();
-  if (device != Status::kSuccess) return device;
-  int64_t const score_bytes = op.workspace_bytes - indexer::key_bytes(op.entries);
-  int64_t const fit = score_bytes / (op.entries * 4);
-  REDKNOT_REQUIRE(fit >= indexer::kRows, Status::kWorkspaceTooSmall);
-  int const rows_at_a_time = static_cast<int>(fit < op.rows ? fit / indexer::kRows * indexer::kRows : op.rows);
+  constexpr int kSelectBytes = static_cast<int>(sizeof(indexer::SelectShared));
+  REDKNOT_CUDA(cudaFuncSetAttribute(indexer::select_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSelectBytes));
+  return indexer::score(op, stream, [&](indexer::Scoring const& scoring) {
+    indexer::select_kernel<<<static_cast<unsigned>(scoring.rows), indexer::kSelectThreads, kSelectBytes, stream>>>(
+        scoring, op.selected, op.top_k);
+  });
+}
 
-  auto* const codes = static_cast<uint8_t*>(op.workspace);
-  auto* const scales = reinterpret_cast<float*>(codes + indexer::round_up(op.entries * kIndexDim));
-  auto* const scores = reinterpret_cast<float*>(codes + indexer::key_bytes(op.entries));
-  indexer::Scoring scoring{op, codes, scales, scores, 0, 0, 0};
-  if (!op.fp8) {
-    scoring.keys = static_cast<uint8_t const*>(op.keys);
-    return indexer::score_and_select<false>(scoring, rows_at_a_time, stream);
+Status index_salience(IndexSalienceParams const& op, cudaStream_t stream) {
+  REDKNOT_VALID(op.sequence_entries >= 0 && op.sequence_entries <= op.entries);
+  Status const valid = indexer::check(op);
+  if (valid != Status::kSuccess || op.sequence_entries == 0) return valid;
+  REDKNOT_VALID(op.total != nullptr && op.seen != nullptr);
+  if (op.rows == 0) {
+    REDKNOT_CUDA(cudaMemsetAsync(op.total, 0, sizeof(float) * op.sequence_entries, stream));
+    REDKNOT_CUDA(cudaMemsetAsync(op.seen, 0, sizeof(float) * op.sequence_entries, stream));
+    return Status::kSuccess;
   }
-  auto const blocks = static_cast<unsigned>((op.entries + 7) / 8);
-  if (op.keys_dtype == Dtype::kPacked) {
-    indexer::align_keys<<<blocks, 256, 0, stream>>>(static_cast<uint32_t const*>(op.keys),
-                                                    reinterpret_cast<uint32_t*>(codes), scales, op.entries);
-  } else {
-    indexer::quantise_keys<<<blocks, 256, 0, stream>>>(static_cast<__nv_bfloat16 const*>(op.keys),
-                                                       reinterpret_cast<uint32_t*>(codes), scales, op.entries);
-  }
-  REDKNOT_LAUNCHED();
-  return indexer::score_and_select<true>(scoring, rows_at_a_time, stream);
+  int64_t const blocks = (op.sequence_entries + indexer::kSalienceThreads - 1) / indexer::kSalienceThreads;
+  return indexer::score(op, stream, [&](indexer::Scoring const& scoring) {
+    indexer::salience_kernel<<<static_cast<unsigned>(blocks), indexer::kSalienceThreads, 0, stream>>>(
+        scoring, op.total, op.seen, op.sequence_entries);
+  });
 }
 
 }  // namespace redknot

@@ -29,7 +29,7 @@ inline constexpr float kFactor = 0.125f * 0.08838834764831845f;
 inline constexpr float kQueryShrink = 1.0f / 512;
 
 struct Scoring {
-  LightningIndexerParams op;
+  IndexScoreParams op;
   uint8_t const* keys;      // fp8: [entries, 128] codes; else bf16 [entries, 128]
   float const* key_scales;  // [entries]; null for bf16
   float* scores;            // [rows of this launch, entries]: entry e of a row's sequence at column e

@@ -42,7 +42,6 @@ class CudaOps(ReferenceOps):
     route_learned = staticmethod(moe.route_learned)
     write_rows = staticmethod(write_rows)
     experts = staticmethod(moe.experts)
-    index_salience = staticmethod(indexer.index_salience)
 
     def __init__(self, collectives: Collectives, geometry: ModelGeometry) -> None:
         super().__init__(collectives)
@@ -53,6 +52,7 @@ class CudaOps(ReferenceOps):
             self.seg_latent_attention = attention.seg_latent_attention
         if indexes:
             self.lightning_indexer = indexer.lightning_indexer
+            self.index_salience = indexer.index_salience
         # The references of these two look at the tables on the host.
         self.capturable = attends and indexes
         self._cells: dict[torch.device, _Cells] = {}

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from benches.common import WINDOW, AttentionCase, Layout, attention_case, relative_error
+from benches.common import ROPE_DIM, WINDOW, AttentionCase, Layout, attention_case, relative_error
 from benches.measure import Case, Peer, worst
 from trt_redknot.ops.cuda.library import load_kernels
 from trt_redknot.ops.reference import attention as reference
+from trt_redknot.ops.reference.packing import latent_row_bytes
 
 HEAD_DIM = 512
 SAMPLE = 24  # rows at either end that are compared with the reference
@@ -133,7 +134,7 @@ def _case(shape: Shape, *, packed: bool, seed: int) -> Case:
     full = int(shape.rows * shape.full)
     head_rows = shape.rows * shape.heads[0] + full * shape.heads[1]
     keys = keys_per_row(shape)
-    row_bytes = 584 if packed else 2 * HEAD_DIM
+    row_bytes = latent_row_bytes(HEAD_DIM, ROPE_DIM) if packed else 2 * HEAD_DIM
     return Case(
         op=f"attention {'packed' if packed else 'bf16'}",
         shape=shape.name,

@@ -13,7 +13,7 @@ from trt_redknot.ops.cuda import elementwise
 from trt_redknot.ops.cuda.elementwise import RowFormat
 from trt_redknot.ops.reference import compress as compress_reference
 from trt_redknot.ops.reference import hyper_connection, norms, projection
-from trt_redknot.ops.reference.packing import latent_row_bytes, pack_latents, pack_rows, row_bytes, unpack_rows
+from trt_redknot.ops.reference.packing import latent_pitch, pack_pool_latents, pack_rows, row_bytes, unpack_rows
 
 EPS = 1e-6
 ITERATIONS = 20
@@ -99,7 +99,7 @@ def _row_cases(rows: int, device: torch.device | str) -> Iterator[Case]:
         return worst((relative_error(pack(RowFormat.BF16)[picked], wanted), TWO_ROUNDINGS))
 
     def packed_error() -> float:
-        return unless_equal(pack(RowFormat.PACKED_LATENT), pack_latents(pack(RowFormat.BF16), 64))
+        return unless_equal(pack(RowFormat.PACKED_LATENT), pack_pool_latents(pack(RowFormat.BF16), 64))
 
     yield Case(
         op="norm_rope_pack bf16", shape=f"{rows} x {width}", call=lambda: pack(RowFormat.BF16), error=plain_error,
@@ -107,7 +107,7 @@ def _row_cases(rows: int, device: torch.device | str) -> Iterator[Case]:
     )  # fmt: skip
     yield Case(
         op="norm_rope_pack packed", shape=f"{rows} x {width}", call=lambda: pack(RowFormat.PACKED_LATENT),
-        error=packed_error, moved=read + rows * latent_row_bytes(width, 64), floor="copy", target=TARGET,
+        error=packed_error, moved=read + rows * latent_pitch(width, 64), floor="copy", target=TARGET,
     )  # fmt: skip
     heads = normal(generator, rows // 8, 8, width)
 
@@ -139,11 +139,13 @@ def _compress_case(rows: int, ratio: int, series: int, device: torch.device | st
             eps=EPS,
         )  # fmt: skip
         plain = call(RowFormat.BF16)
-        return max(worst((relative_error(plain, wanted), TWO_ROUNDINGS)), unless_equal(call(), pack_latents(plain, 64)))
+        return max(
+            worst((relative_error(plain, wanted), TWO_ROUNDINGS)), unless_equal(call(), pack_pool_latents(plain, 64))
+        )
 
     return Case(
         op=f"compress m = {ratio}", shape=f"{rows} x {series * width}", call=call, error=error,
-        moved=case.kv.nbytes + case.gate.nbytes + case.table.slots.nbytes + entries * latent_row_bytes(width, 64),
+        moved=case.kv.nbytes + case.gate.nbytes + case.table.slots.nbytes + entries * latent_pitch(width, 64),
         floor="copy", target=TARGET,
     )  # fmt: skip
 

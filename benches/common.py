@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from trt_redknot.ops.reference.numerics import rope_table
-from trt_redknot.ops.reference.packing import pack_latents, unpack_latents
+from trt_redknot.ops.reference.packing import pack_pool_latents, unpack_pool_latents
 from trt_redknot.ops.tables import AttentionTable
 
 HEAD_DIM = 512
@@ -175,8 +175,8 @@ def attention_case(
             64
         )
         values[~owned.to(device)] = float("nan")
-        stored = pack_latents(values, ROPE_DIM) if packed else values.bfloat16()
-        return stored, unpack_latents(stored, HEAD_DIM, ROPE_DIM, torch.float32) if packed else stored.float()
+        stored = pack_pool_latents(values, ROPE_DIM) if packed else values.bfloat16()
+        return stored, unpack_pool_latents(stored, HEAD_DIM, ROPE_DIM, torch.float32) if packed else stored.float()
 
     pools = place(layout)
     table = table_to(make_table(layout, pools, rows), device)

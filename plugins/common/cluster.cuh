@@ -26,16 +26,6 @@ __device__ __forceinline__ void meet_all() {
   asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
 }
 
-// kThreads threads meet at barrier `id` (1 to 15), of which some only say that they were there.
-template <int kThreads>
-__device__ __forceinline__ void arrive(int id) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
-}
-template <int kThreads>
-__device__ __forceinline__ void meet(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
-}
-
 // Where `address` of this block lies in block `rank` of the cluster.
 __device__ __forceinline__ uint32_t address_in(uint32_t address, uint32_t rank) {
   uint32_t remote;

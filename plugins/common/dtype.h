@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "common/layout.h"
+
 namespace redknot {
 
 // kPacked: rows of codes, scales and padding in one byte string.
@@ -15,13 +17,10 @@ inline constexpr int kNopeDim = kHeadDim - kRopeDim;
 inline constexpr int kLatentBlock = 64;  // channels that share a ue8m0 scale
 inline constexpr int kLatentScales = kNopeDim / kLatentBlock;
 inline constexpr int kLatentScaleOffset = kNopeDim + 2 * kRopeDim;
-inline constexpr int kPackedLatentBytes = 584;
+inline constexpr int kPackedLatentBytes = packed_latent_bytes(kHeadDim, kRopeDim);
+inline constexpr int kPackedLatentPitch = packed_latent_pitch(kHeadDim, kRopeDim);  // in a pool
 static_assert(kLatentScaleOffset + kLatentScales <= kPackedLatentBytes && kPackedLatentBytes % 8 == 0);
 
 inline constexpr int kRowBlock = 128;  // channels of a plain packed row that share an fp32 scale
-
-constexpr int64_t latent_row_bytes(Dtype dtype) {
-  return dtype == Dtype::kPacked ? kPackedLatentBytes : kHeadDim * (dtype == Dtype::kBFloat16 ? 2 : 4);
-}
 
 }  // namespace redknot

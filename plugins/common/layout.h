@@ -21,6 +21,12 @@ REDKNOT_HOST_DEVICE constexpr int64_t packed_latent_bytes(int64_t width, int64_t
   return ceil_to(width + rope_dim + (width - rope_dim + 63) / 64, 8);
 }
 
+// Bytes from one latent row of a pool to the next: rows begin where pairs of memory sectors do, and are copied 16 bytes
+// at a time.
+REDKNOT_HOST_DEVICE constexpr int64_t packed_latent_pitch(int64_t width, int64_t rope_dim) {
+  return ceil_to(packed_latent_bytes(width, rope_dim), 64);
+}
+
 // Bytes of a plain row: codes, padding to 4 bytes, one fp32 scale per 128 channels.
 REDKNOT_HOST_DEVICE constexpr int64_t packed_row_bytes(int64_t width) {
   return ceil_to(width, 4) + 4 * ((width + 127) / 128);

@@ -33,12 +33,25 @@ __device__ __forceinline__ void copy_wait() {
 }
 
 // The value; what follows from it is not worked out ahead of this place, nor held in registers from an earlier one.
-__device__ __forceinline__ int found_anew(int value) {
-  asm volatile("" : "+r"(value));
+template <typename Value>
+__device__ __forceinline__ Value found_anew(Value value) {
+  if constexpr (sizeof(Value) == 8) {
+    asm volatile("" : "+l"(value));
+  } else {
+    asm volatile("" : "+r"(value));
+  }
   return value;
 }
 // The line of 128 bytes around an address, to the L2 cache.
 __device__ __forceinline__ void prefetch(void const* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+
+// The same of the first `bytes`, 0 or all, and zeros in place of the others.
+__device__ __forceinline__ void copy_async_8(uint32_t shared, void const* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_async_16(uint32_t shared, void const* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
 
 // Barriers in shared memory that count arrivals; `parity` alternates from 0 with every completion.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
@@ -57,6 +70,17 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
       "@done bra over;\n\t" REDKNOT_REST "bra again;\n\tover:\n\t}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+// Whether the phase of this parity has ended, without waiting.
+__device__ __forceinline__ bool barrier_test(uint32_t barrier, int parity) {
+  int done;
+  asm volatile(
+      "{\n\t.reg .pred ended;\n\tmbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\n\t"
+      "selp.b32 %0, 1, 0, ended;\n\t}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
 }
 // Counts as having reached such a barrier, without waiting.
 __device__ __forceinline__ void arrive_threads(int id, int threads) {
@@ -116,6 +140,19 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t shared) {
   uint2 words;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(shared) : "memory");
   return words;
+}
+__device__ __forceinline__ uint4 load_shared_16(uint32_t shared) {
+  uint4 words;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(shared)
+               : "memory");
+  return words;
+}
+__device__ __forceinline__ void store_16(uint32_t shared, uint4 words) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words.x), "r"(words.y), "r"(words.z),
+               "r"(words.w)
+               : "memory");
 }
 __device__ __forceinline__ void store_8(uint32_t shared, uint2 words) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(shared), "r"(words.x), "r"(words.y) : "memory");

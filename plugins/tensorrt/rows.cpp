@@ -8,7 +8,7 @@ namespace redknot::trt {
 int64_t stored_row_bytes(RowFormat format, int64_t width, int64_t rope_dim) {
   switch (format) {
     case RowFormat::kBFloat16: return 2 * width;
-    case RowFormat::kPackedLatent: return packed_latent_bytes(width, rope_dim);
+    case RowFormat::kPackedLatent: return packed_latent_pitch(width, rope_dim);
     case RowFormat::kPackedRow: return packed_row_bytes(width);
   }
   throw Refusal("unknown row format");

@@ -8,7 +8,7 @@ namespace {
 Dtype expect_pool(Tensor const& pool, char const* name) {
   bool const packed = pool.scalar_type() == ScalarType::Byte;
   if (packed) {
-    expect(pool, name, ScalarType::Byte, {kAny, kPackedLatentBytes});
+    expect(pool, name, ScalarType::Byte, {kAny, kPackedLatentPitch});
   } else {
     expect(pool, name, ScalarType::BFloat16, {kAny, kHeadDim});
   }

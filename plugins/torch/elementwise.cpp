@@ -16,7 +16,7 @@ RowFormat expect_stored(Tensor const& out, int64_t format, int64_t width, int64_
   } else {
     bool const latent = stored == RowFormat::kPackedLatent;
     expect(out, "out", ScalarType::Byte,
-           {kAny, latent ? packed_latent_bytes(width, rope_dim) : packed_row_bytes(width)});
+           {kAny, latent ? packed_latent_pitch(width, rope_dim) : packed_row_bytes(width)});
   }
   return stored;
 }

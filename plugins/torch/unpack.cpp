@@ -8,8 +8,10 @@ namespace {
 void unpack_rows(Tensor out, Tensor packed, int64_t format) {
   expect(out, "out", ScalarType::BFloat16, {kAny, kAny});
   int64_t const rows = out.size(0), width = out.size(1);
-  expect_stored(packed, format, width, kRopeDim);
-  expect(packed, "packed", ScalarType::Byte, {rows, kAny});
+  STD_TORCH_CHECK(format == 1 || format == 2, "format: expected 1 or 2, found ", format);
+  bool const latent = static_cast<RowFormat>(format) == RowFormat::kPackedLatent;
+  expect(packed, "packed", ScalarType::Byte,
+         {rows, latent ? packed_latent_bytes(width, kRopeDim) : packed_row_bytes(width)});
   UnpackParams params{};
   params.packed = pointer<void>(packed);
   params.rows = rows;

@@ -15,14 +15,14 @@ from trt_redknot.ops.cuda.elementwise import RowFormat
 from trt_redknot.ops.experts import QuantisedExperts
 from trt_redknot.ops.reference import compress, hyper_connection, norms, projection
 from trt_redknot.ops.reference import moe as reference
-from trt_redknot.ops.reference.packing import pack_latents, pack_rows, unpack_rows
+from trt_redknot.ops.reference.packing import pack_pool_latents, pack_rows, unpack_rows
 
 # What the smallest network of the benches is divided by.
 SCALE = 512
 
 
 def stored(rows: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
-    return rows if row_format is RowFormat.BF16 else pack_latents(rows, 64)
+    return rows if row_format is RowFormat.BF16 else pack_pool_latents(rows, 64)
 
 
 def pre(*tensors: torch.Tensor, **options: float) -> tuple[torch.Tensor, ...]:

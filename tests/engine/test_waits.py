@@ -6,6 +6,8 @@ The stages are stubs, so that what is seen is the engine's own; `test_gpu.py` ho
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +24,7 @@ from trt_redknot.config.profile import SplitProfile
 from trt_redknot.config.released import released_geometry
 from trt_redknot.engine import prefill
 from trt_redknot.engine.context import RankContext
-from trt_redknot.engine.pool import raw_widths
+from trt_redknot.engine.pool import CachePool, raw_widths
 from trt_redknot.engine.tiles import TileOptions, Tiles
 from trt_redknot.engine.walk import LayerWalk
 from trt_redknot.evaluation.standin import StandInArtifact, StandInCollectives
@@ -60,6 +62,9 @@ class Stubs:
 
     def compress(self, *_: Any) -> None:
         return None
+
+    def turn(self, kind: AttentionKind, rows: torch.Tensor, frames: torch.Tensor) -> None:
+        assert frames.shape == rows.shape[:1]
 
     def select(self, spec: LayerSpec, own: Projected, keys: torch.Tensor, table: Any, counts: Sequence[int]) -> Any:
         return torch.zeros(sum(counts), 1, dtype=torch.int64)
@@ -179,6 +184,26 @@ def test_a_prefill_waits_for_nothing_but_the_scores(
     assert not seen.waits
     assert fetched == (policy is not None)
     assert sum(seen.ops.values()) > LAYERS
+
+
+def test_a_pool_is_gone_with_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, which may come late: pools are most of the memory that requests take."""
+    made: list[weakref.ref[CachePool]] = []
+    plain = CachePool.__init__
+
+    def noted(self: CachePool, *given: Any, **named: Any) -> None:
+        plain(self, *given, **named)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(CachePool, "__init__", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        seen_in(REUSE, monkeypatch)
+        assert len(made) == 1
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_what_would_wait_is_seen() -> None:

@@ -88,7 +88,7 @@ def test_faults_are_shown_before_anything_is_timed(geometry: ModelGeometry, monk
     noted = StringIO()
 
     def check(*_: object, **__: object) -> Agreement:
-        return Agreement(routers=RouterKind.HASH, runs=1, prefix_equal=0.5, segments=(wrong,), reused=wrong)
+        return Agreement(routers=RouterKind.HASH, runs=1, equal=1.0, segments=(wrong,), reused=wrong)
 
     def timed(_: Host) -> Ceilings:
         assert "segment 0: rms distance 2.00e-01" in noted.getvalue()

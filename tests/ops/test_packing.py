@@ -11,11 +11,14 @@ from trt_redknot.ops.reference.packing import (
     E4M3_MAX,
     LATENT_BLOCK,
     ROW_BLOCK,
+    latent_pitch,
     latent_row_bytes,
     pack_latents,
+    pack_pool_latents,
     pack_rows,
     row_bytes,
     unpack_latents,
+    unpack_pool_latents,
     unpack_rows,
 )
 
@@ -55,6 +58,23 @@ def test_the_released_geometry_takes_584_bytes() -> None:
     assert latent_row_bytes(512, 64) == 448 + 128 + 7 + 1
     assert pack_latents(torch.zeros(3, 512), 64).shape == (3, 584)
     assert row_bytes(1024) == 1024 + 8 * 4
+
+
+@settings(deadline=None, max_examples=60)
+@given(SIZES, SEEDS)
+def test_rows_of_a_pool_are_packed_latents_and_zeros(sizes: tuple[int, int, int], seed: int) -> None:
+    rows, nope, rope = sizes
+    values = random_values(rows, nope + rope, seed)
+    packed, stored = pack_latents(values, rope), pack_pool_latents(values, rope)
+    pitch = latent_pitch(nope + rope, rope)
+    assert latent_pitch(512, 64) == 640
+    assert pitch % 64 == 0
+    assert pitch - 64 < packed.shape[1] <= pitch
+    assert stored.shape == (rows, pitch)
+    assert torch.equal(stored[:, : packed.shape[1]], packed)
+    assert not stored[:, packed.shape[1] :].any()
+    back = unpack_pool_latents(stored, nope + rope, rope, torch.float32)
+    assert torch.equal(back, unpack_latents(packed, nope + rope, rope, torch.float32))
 
 
 @settings(deadline=None, max_examples=60)

@@ -13,7 +13,7 @@ from benches.elementwise_cases import compress_case, expert_case, generator_of, 
 from trt_redknot.ops.cuda import attention, elementwise, indexer, moe
 from trt_redknot.ops.cuda.elementwise import RowFormat
 from trt_redknot.ops.experts import quantise_experts
-from trt_redknot.ops.reference.packing import latent_row_bytes, pack_rows, row_bytes
+from trt_redknot.ops.reference.packing import latent_pitch, pack_rows, row_bytes
 
 Outputs = tuple[torch.Tensor, ...]
 _TYPES = {
@@ -126,7 +126,7 @@ def norm_cases(seed: int, device: str, rows: int) -> list[Case]:
     positions = torch.randint(0, 64, (rows,), generator=generator, device=device)
     sizes = {
         0: (torch.bfloat16, width),
-        1: (torch.int8, latent_row_bytes(width, rope_dim)),
+        1: (torch.int8, latent_pitch(width, rope_dim)),
         2: (torch.int8, row_bytes(width)),
     }
     cases = [
@@ -170,7 +170,7 @@ def compress_cases(seed: int, device: str, rows: int) -> list[Case]:
         entries = case.table.slots.shape[0]
         size = {
             0: (torch.bfloat16, width),
-            1: (torch.int8, latent_row_bytes(width, 64)),
+            1: (torch.int8, latent_pitch(width, 64)),
             2: (torch.int8, row_bytes(width)),
         }
         dtype, stored = size[number]

@@ -24,7 +24,7 @@ from trt_redknot.engine.tensorrt.verification import unpacked
 from trt_redknot.ops.experts import QuantisedExperts
 from trt_redknot.ops.interface import Ops
 from trt_redknot.ops.reference.backend import ReferenceOps
-from trt_redknot.ops.reference.packing import pack_latents, pack_rows
+from trt_redknot.ops.reference.packing import pack_pool_latents, pack_rows
 from trt_redknot.ops.tables import AttentionTable, CompressTable
 from trt_redknot.ops.tensorrt.plugins import CutPort
 from trt_redknot.ops.tensorrt.tensors import (
@@ -150,7 +150,7 @@ class Interpreter:
             assert found is not None, (plan, wanted.name)
             if wanted.type is ElementType.INT8:
                 is_key = wanted.name == "index_keys"
-                found = pack_rows(found) if is_key else pack_latents(found, spec.geometry.rope_dim)
+                found = pack_rows(found) if is_key else pack_pool_latents(found, spec.geometry.rope_dim)
                 outputs[wanted.name] = found = found.view(torch.int8)
             assert tuple(found.shape) == output_shape(wanted, sizes), (plan, wanted.name)
         return outputs

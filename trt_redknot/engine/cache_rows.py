@@ -9,11 +9,11 @@ import torch
 from trt_redknot.artifacts.contents import Part
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.ops.reference.packing import (
-    latent_row_bytes,
-    pack_latents,
+    latent_pitch,
+    pack_pool_latents,
     pack_rows,
     row_bytes,
-    unpack_latents,
+    unpack_pool_latents,
     unpack_rows,
 )
 
@@ -39,14 +39,14 @@ class CacheRows:
         width = self._width(part)
         if not self.packed:
             return torch.full((rows, width), float("nan"), dtype=self.dtype, device=device)
-        size = row_bytes(width) if part is Part.INDEX_KEYS else latent_row_bytes(width, self.geometry.rope_dim)
+        size = row_bytes(width) if part is Part.INDEX_KEYS else latent_pitch(width, self.geometry.rope_dim)
         return torch.full((rows, size), _NOTHING, dtype=torch.uint8, device=device)
 
     def stored(self, part: Part, values: torch.Tensor) -> torch.Tensor:
         """Numbers as rows of the pool."""
         if not self.packed:
             return values
-        return pack_rows(values) if part is Part.INDEX_KEYS else pack_latents(values, self.geometry.rope_dim)
+        return pack_rows(values) if part is Part.INDEX_KEYS else pack_pool_latents(values, self.geometry.rope_dim)
 
     def values(self, part: Part, stored: torch.Tensor) -> torch.Tensor:
         """Rows of the pool as numbers."""
@@ -55,7 +55,7 @@ class CacheRows:
         width = self._width(part)
         if part is Part.INDEX_KEYS:
             return unpack_rows(stored, width, self.dtype)
-        return unpack_latents(stored, width, self.geometry.rope_dim, self.dtype)
+        return unpack_pool_latents(stored, width, self.geometry.rope_dim, self.dtype)
 
     def _width(self, part: Part) -> int:
         assert part in (Part.LATENTS, Part.ENTRIES, Part.INDEX_KEYS), part

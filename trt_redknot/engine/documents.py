@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from trt_redknot.artifacts.contents import Part
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry
+from trt_redknot.engine.executor import StageExecutor
 from trt_redknot.engine.placement import Boundary, Restoration, Whole, place_of, side_by_side
 from trt_redknot.engine.pool import CachePool, SequenceState, raw_widths
 from trt_redknot.engine.rowset import RowSet
@@ -112,6 +113,7 @@ class Documents:
     def _whole(self, part: Part, ratio: int, documents: Sequence[tuple[Segment, ArtifactReader]]) -> Whole:
         pieces = []
         spans: list[tuple[int, int]] = []
+        frames: list[list[NDArray[np.int64]]] = []
         for segment, reader in documents:
             if part is Part.LATENTS:
                 first, count = segment.start, segment.length
@@ -119,12 +121,14 @@ class Documents:
                 first = sum(each.entries(ratio) for each in self._segments[: segment.index])
                 count = segment.entries(ratio)
             pieces.append(Piece(reader=reader, rows=count))
-            if spans and sum(spans[-1]) == first:
-                first, count = spans[-1][0], spans[-1][1] + count
-                spans.pop()
-            spans.append((first, count))
+            if not spans or sum(spans[-1]) != first:
+                spans.append((first, 0))
+                frames.append([])
+            spans[-1] = (spans[-1][0], spans[-1][1] + count)
+            frames[-1].append(np.full(count, segment.start))
         targets = tuple(slice(first, first + count) for first, count in spans)
-        return Whole(part=part, pieces=tuple(pieces), targets=targets)
+        there = ArrayBatch([np.concatenate(of_target) for of_target in frames]).upload(self._device)
+        return Whole(part=part, pieces=tuple(pieces), targets=targets, frames=tuple(there))
 
     def _whole_reads(self, layer: int, *, only_prefix: bool) -> list[Read]:
         return [
@@ -137,9 +141,11 @@ class Documents:
             return []
         return [Read(part=Part.BOUNDARY, layer=layer, pieces=boundary.pieces)]
 
-    def load_layer(self, layer: int, pool: CachePool, state: SequenceState, *, only_prefix: bool) -> None:
-        """Put the cached latents, entries and Indexer keys of the documents into the pool; rows that run replace
-        theirs."""
+    def load_layer(
+        self, layer: int, pool: CachePool, state: SequenceState, stages: StageExecutor, *, only_prefix: bool
+    ) -> None:
+        """Put the cached latents, entries and Indexer keys of the documents into the pool, turned from their documents'
+        frames to the request's; rows that run replace theirs."""
         offsets = {Part.LATENTS: state.latent_offset}
         tables = {Part.LATENTS: pool.latents[layer]}
         for part, table in ((Part.ENTRIES, pool.entries[layer]), (Part.INDEX_KEYS, pool.index_keys[layer])):
@@ -155,6 +161,15 @@ class Documents:
         if targets:
             # One launch: every kind of row, and where they are read one by one every document, is a tensor.
             torch._foreach_copy_(targets, values)
+        kind = self._geometry.attention_kinds[layer]
+        for whole in () if only_prefix else self._wholes_of(layer, only_prefix=only_prefix):
+            for rows, frames in zip(whole.targets, whole.frames, strict=True):
+                offset = offsets[whole.part]
+                there = tables[whole.part][offset + rows.start : offset + rows.stop]
+                numbers = pool.rows.values(whole.part, there)
+                stages.turn(kind, numbers, frames)
+                if pool.rows.packed:
+                    there.copy_(pool.rows.stored(whole.part, numbers))
 
     def boundary(self, rows: RowSet) -> Boundary:
         """Last rows of documents that do not run with `rows`; their raw projections are in the artifact."""

@@ -29,8 +29,8 @@ class StageExecutor(Protocol):
         """int64 [R] -> streams [R, S, M]."""
         ...
 
-    def project(self, spec: LayerSpec, streams: torch.Tensor, frames: torch.Tensor) -> Projected:
-        """Own rows of a chunk: streams [R, S, M], positions in their segments' frames int64 [R]."""
+    def project(self, spec: LayerSpec, streams: torch.Tensor, positions: torch.Tensor) -> Projected:
+        """Own rows of a chunk: streams [R, S, M], positions in the request int64 [R]."""
         ...
 
     def compress(
@@ -88,6 +88,11 @@ class StageExecutor(Protocol):
         entries: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """For some own rows: sums of their scores by entry, and how many of them see it. `table` is of these rows."""
+        ...
+
+    def turn(self, attention: AttentionKind, rows: torch.Tensor, frames: torch.Tensor) -> None:
+        """Rows of documents, numbers [R, D], from frames that begin at the request positions `frames` int64 [R] to the
+        request's, in place."""
         ...
 
     def head(self, streams: torch.Tensor) -> torch.Tensor:
@@ -172,8 +177,12 @@ class OpsExecutor:
         streams: torch.Tensor = self._ops.embed(tokens, self._shared["embed"], streams=self._geometry.streams)
         return streams
 
-    def project(self, spec: LayerSpec, streams: torch.Tensor, frames: torch.Tensor) -> Projected:
-        return model.project(self._ops, spec, self._layers[spec.layer], streams, frames, self._ropes[spec.attention])
+    def project(self, spec: LayerSpec, streams: torch.Tensor, positions: torch.Tensor) -> Projected:
+        rope = self._ropes[spec.attention]
+        return model.project(self._ops, spec, self._layers[spec.layer], streams, positions, rope)
+
+    def turn(self, attention: AttentionKind, rows: torch.Tensor, frames: torch.Tensor) -> None:
+        self._ops.turn_rows(rows, frames, self._ropes[attention])
 
     def compress(
         self,

@@ -59,11 +59,13 @@ class Whole:
 
     Attributes:
         targets: rows of the table, in the order of the pieces; those of neighbours are one slice.
+        frames: by target, int64 [rows] on the device: the request position that the row's document begins at.
     """
 
     part: Part
     pieces: tuple[Piece, ...]
     targets: tuple[slice, ...]
+    frames: tuple[torch.Tensor, ...]
 
 
 def _put(target: torch.Tensor, places: torch.Tensor | slice, values: torch.Tensor) -> None:

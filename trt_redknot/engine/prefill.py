@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -78,7 +77,7 @@ class Prefill:
         self._window = geometry.csa_ratio
         self._planned: dict[int, _Planned] = {}
         self._bundle: Bundle | None = None
-        self._order: Arriving | None = None
+        self._ranking: _Ranking | None = None
 
     def run(self) -> Steps[Prefilled]:
         """All phases in order, in steps. Collective."""
@@ -96,7 +95,8 @@ class Prefill:
         if scored:
             self._observe.salience_layers = scored
             self._observe.salience_rows = (flags[leading.positions] & int(Protection.QUERY)) != 0
-            self._observe.after_salience = partial(self._rank, bundle.windows, scored[-1])
+            self._ranking = _Ranking(bundle.windows, scored[-1])
+            self._observe.after_salience = self._ranking.begin
         streams = yield from self._layers(range(profile.leading_fence), leading, streams, only_prefix=True)
         plan = self._select(flags, bundle.windows, choice=choice)
 
@@ -153,20 +153,11 @@ class Prefill:
         state = dataclasses.replace(self._state, segments=list(self._state.segments))
         return RowGeometry(make_step(context.geometry, [state], rows, extras), context.device)
 
-    def _rank(self, windows: Candidates, last: int, layer: int) -> None:
-        """Queue the ranking of the candidates with the last scores. They travel to the host, which goes on with them
-        while the device is still busy with the rest of the fence."""
-        if layer == last:
-            assert self._observe.salience is not None
-            scores = self._observe.salience[0][upload(windows.entries, self._context.device)]
-            self._order = Arriving(torch.argsort(-scores, stable=True))
-
     def _select(self, flags: NDArray[np.uint8], windows: Candidates, *, choice: bool) -> RowPlan:
         policy, geometry, segments = self._policy, self._context.geometry, self._state.segments
         order = np.arange(len(windows.starts), dtype=np.int64)
-        if self._order is not None:
-            # The one wait of a prefill: which rows run next depends on these scores.
-            order = self._order.wait()
+        if self._ranking is not None:
+            order = self._ranking.order()
         elif choice and self._has_csa:
             kept = self._documents.salience(self._window)
             order = np.argsort(-kept[windows.entries], kind="stable")
@@ -177,7 +168,7 @@ class Prefill:
             policy,
             windows=windows,
             order=order,
-            live_scores=self._order is not None,
+            live_scores=self._ranking is not None,
             top_entries=top_entries,
         )
 
@@ -222,7 +213,9 @@ class Prefill:
         step = self._step(rows, layers, only_prefix=only_prefix, then=then)
         for layer in layers:
             if rows.rows < self._state.length:
-                self._documents.load_layer(layer, self._pool, self._state, only_prefix=only_prefix)
+                self._documents.load_layer(
+                    layer, self._pool, self._state, self._context.stages, only_prefix=only_prefix
+                )
             streams = yield from self._context.walk.run(
                 layer, step, self._pool, streams, tau=tau, observe=self._observe
             )
@@ -262,6 +255,30 @@ class Prefill:
             ),
         )
         return _Planned(rows=rows, step=step, boundary=boundary, restoration=restoration)
+
+
+class _Ranking:
+    """Candidates by their scores, best first. Queued with the last scores, it travels to the host, which goes on with
+    it while the device is still busy with the rest of the fence.
+
+    Args:
+        last: the layer whose scores are the last.
+    """
+
+    def __init__(self, windows: Candidates, last: int) -> None:
+        self._windows = windows
+        self._last = last
+        self._order: Arriving | None = None
+
+    def begin(self, layer: int, scores: torch.Tensor) -> None:
+        if layer == self._last:
+            of_windows = scores[upload(self._windows.entries, scores.device)]
+            self._order = Arriving(torch.argsort(-of_windows, stable=True))
+
+    def order(self) -> NDArray[np.int64]:
+        """The one wait of a prefill: which rows run next depends on these scores."""
+        assert self._order is not None
+        return self._order.wait()
 
 
 def _positions_outside_idle_prefix(segments: Sequence[Segment], flags: NDArray[np.uint8]) -> NDArray[np.int64]:

@@ -31,11 +31,11 @@ Restore = Callable[[int, Chunk], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """What one chunk of a step needs: tokens and frames of its own rows, pool rows of all its rows."""
+    """What one chunk of a step needs: tokens and positions of its own rows, pool rows of all its rows."""
 
     chunk: Chunk
     tokens: torch.Tensor
-    frames: torch.Tensor
+    positions: torch.Tensor
     pool_rows: torch.Tensor
 
 
@@ -53,7 +53,7 @@ class Step:
 
     Attributes:
         tokens: int64 [R], ids.
-        frames: int64 [R], position in the row's segment.
+        positions: int64 [R], in the request.
         pool_rows: int64 [R], where the pool keeps the row's latent.
         tables: by compression ratio; asked once, and kept.
         extra_raw, restore: sources of rows that do not run, or do not run all heads, in this step.
@@ -61,7 +61,7 @@ class Step:
 
     rows: RowSet
     tokens: torch.Tensor
-    frames: torch.Tensor
+    positions: torch.Tensor
     pool_rows: torch.Tensor
     tables: Callable[[int], RatioTables]
     extra_raw: ExtraRaw
@@ -75,7 +75,7 @@ class Step:
             StepPart(
                 chunk=chunk,
                 tokens=self.tokens[chunk.own_rows],
-                frames=self.frames[chunk.own_rows],
+                positions=self.positions[chunk.own_rows],
                 pool_rows=self.pool_rows[chunk.rows],
             )
             for chunk in self.rows.chunks
@@ -103,14 +103,13 @@ class StepArrays:
     """
 
     rows: RowSet
-    frames: NDArray[np.int64]
     pool_rows: NDArray[np.int64]
     row_segments: NDArray[np.int64]
     by_ratio: Mapping[int, Callable[[], RatioArrays]]
 
     def base(self) -> list[NDArray[np.int64]]:
         """What layers of all ratios share."""
-        return [self.frames, self.pool_rows, self.rows.positions, self.row_segments]
+        return [self.pool_rows, self.rows.positions, self.row_segments]
 
     def step(
         self,
@@ -128,15 +127,15 @@ class StepArrays:
             base: of `base`.
             bring: the arrays of a ratio, and tensors of the same numbers, when a layer first asks.
         """
-        frames, pool_rows, positions, row_segments = base
+        pool_rows, positions, row_segments = base
 
         def tables(ratio: int) -> RatioTables:
             arrays, there = bring(ratio)
             return arrays.tables(iter(there), positions=positions, row_segments=row_segments)
 
         return Step(
-            rows=self.rows, tokens=tokens, frames=frames, pool_rows=pool_rows, tables=tables, extra_raw=extra_raw,
-            restore=restore,
+            rows=self.rows, tokens=tokens, positions=positions, pool_rows=pool_rows, tables=tables,
+            extra_raw=extra_raw, restore=restore,
         )  # fmt: skip
 
 
@@ -154,20 +153,16 @@ def make_step(
         extras: by ratio, the raw rows that do not run in the step.
         extras_kept: they are in the pool's tails already.
     """
-    frames = np.empty(rows.rows, dtype=np.int64)
     pool_rows = np.empty(rows.rows, dtype=np.int64)
     for index, state in enumerate(states):
         mine = np.flatnonzero(rows.sequences == index) if len(states) > 1 else slice(None)
-        positions = rows.positions[mine]
-        starts = np.array([segment.start for segment in state.segments])
-        frames[mine] = positions - starts[np.searchsorted(starts, positions, side="right") - 1]
-        pool_rows[mine] = positions + state.latent_offset
+        pool_rows[mine] = rows.positions[mine] + state.latent_offset
     by_ratio = {
         ratio: partial(ratio_arrays, kind, ratio, states, rows, extras.get(ratio, ()), extras_kept=extras_kept)
         for ratio, kind in kinds_by_ratio(geometry).items()
     }
     return StepArrays(
-        rows=rows, frames=frames, pool_rows=pool_rows, row_segments=row_segments_of(states, rows), by_ratio=by_ratio,
+        rows=rows, pool_rows=pool_rows, row_segments=row_segments_of(rows), by_ratio=by_ratio,
     )  # fmt: skip
 
 
@@ -182,8 +177,8 @@ class Observation:
             `salience_layers`.
         salience: sums of scores per entry, and rows that saw the entry, over all ranks.
         expert_ids: int64 [own rows, top_k] of every chunk in the layers of `fanout_layers` that choose by learning.
-        after_salience: called with a layer of `salience_layers` once `salience` has its scores, and before what is left
-            of the layer is queued.
+        after_salience: called with a layer of `salience_layers` and the sums so far once they have its scores, and
+            before what is left of the layer is queued.
         after_layer: called when a layer is done and its part of the pool is final.
         before_trailing: called with the own streams that enter the trailing fence, and their rows.
     """
@@ -195,7 +190,7 @@ class Observation:
     salience: tuple[torch.Tensor, torch.Tensor] | None = None
     fanout_layers: range = range(0)
     expert_ids: list[torch.Tensor] = field(default_factory=list)
-    after_salience: Callable[[int], None] | None = None
+    after_salience: Callable[[int, torch.Tensor], None] | None = None
     after_layer: Callable[[int], None] | None = None
     before_trailing: Callable[[torch.Tensor, RowSet], None] | None = None
 

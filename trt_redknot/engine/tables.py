@@ -58,7 +58,7 @@ class RatioArrays:
     """What :class:`RatioTables` is made of, on the host: int64, as the attributes of the tables say.
 
     Attributes:
-        entries, slots, frames: of the :class:`CompressTable`; None where the layers have no compressor.
+        entries, slots, positions: of the :class:`CompressTable`; None where the layers have no compressor.
     """
 
     extras_kept: bool
@@ -66,7 +66,7 @@ class RatioArrays:
     visible: NDArray[np.int64]
     entries: NDArray[np.int64] | None
     slots: NDArray[np.int64] | None
-    frames: NDArray[np.int64] | None
+    positions: NDArray[np.int64] | None
     tail_targets: NDArray[np.int64]
     tail_sources: NDArray[np.int64]
 
@@ -77,7 +77,7 @@ class RatioArrays:
 
     def arrays(self) -> list[NDArray[np.int64]]:
         """All of them, in the order that `tables` takes them in."""
-        compress = [self.entries, self.slots, self.frames]
+        compress = [self.entries, self.slots, self.positions]
         there = [array for array in compress if array is not None]
         return [self.segments, self.visible, self.tail_targets, self.tail_sources, *there]
 
@@ -88,8 +88,8 @@ class RatioArrays:
         segments, visible, targets, sources = (next(there) for _ in range(4))
         compress = None
         if self.entries is not None:
-            entries, slots, frames = (next(there) for _ in range(3))
-            compress = CompressTable(entries=entries, slots=slots, positions=frames)
+            entries, slots, first = (next(there) for _ in range(3))
+            compress = CompressTable(entries=entries, slots=slots, positions=first)
         return RatioTables(
             attention=AttentionTable(
                 segments=segments, row_segments=row_segments, positions=positions, visible=visible
@@ -104,22 +104,22 @@ class RatioArrays:
 
 
 def _segment_records(sequences: Sequence[SequenceState], ratio: int) -> NDArray[np.int64]:
-    records: list[tuple[int, int, int, int, int]] = []
-    for state in sequences:
-        entry_offset = state.entry_offsets.get(ratio, 0)
-        for segment in state.segments:
-            count = segment.entries(ratio)
-            records.append((segment.start, segment.stop, state.latent_offset + segment.start, entry_offset, count))
-            entry_offset += count
-    return np.array(records, dtype=np.int64)
+    """One record a sequence: its rows lie side by side in the pool, all in the frame of the request."""
+    return np.array(
+        [
+            (
+                0, state.length, state.latent_offset, state.entry_offsets.get(ratio, 0),
+                sum(segment.entries(ratio) for segment in state.segments),
+            )
+            for state in sequences
+        ],
+        dtype=np.int64,
+    )  # fmt: skip
 
 
-def row_segments_of(sequences: Sequence[SequenceState], rows: RowSet) -> NDArray[np.int64]:
-    """First segment of each row's sequence, and one past its last: [R, 2]."""
-    last = np.cumsum([len(state.segments) for state in sequences])
-    first = last - [len(state.segments) for state in sequences]
-    spans = np.stack([first, last], axis=1).astype(np.int64)
-    return np.repeat(spans, rows.rows, axis=0) if len(sequences) == 1 else spans[rows.sequences]
+def row_segments_of(rows: RowSet) -> NDArray[np.int64]:
+    """The record of each row's sequence, and one past it: [R, 2]."""
+    return np.stack([rows.sequences, rows.sequences + 1], axis=1)
 
 
 def _visible(sequences: Sequence[SequenceState], rows: RowSet, ratio: int) -> NDArray[np.int64]:
@@ -201,14 +201,14 @@ def compress_table(
     An entry is written when one of its window's rows runs in this step and every row it pools is there.
     """
     raw = _raw_indices(sequences, rows, ratio, extras)
-    entries, slots, frames = ArrayBatch(_compress_arrays(sequences, raw, ratio, overlap)).upload(device)
-    return CompressTable(entries=entries, slots=slots, positions=frames)
+    entries, slots, positions = ArrayBatch(_compress_arrays(sequences, raw, ratio, overlap)).upload(device)
+    return CompressTable(entries=entries, slots=slots, positions=positions)
 
 
 def _compress_arrays(
     sequences: Sequence[SequenceState], raws: Sequence[_RawIndex], ratio: int, overlap: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    entries, slots, frames = [], [], []
+    entries, slots, positions = [], [], []
     width = (2 if overlap else 1) * ratio
     for state, raw in zip(sequences, raws, strict=True):
         offset = state.entry_offsets[ratio]
@@ -223,9 +223,9 @@ def _compress_arrays(
                 windows, places = windows[written], places[written]
             entries.append(offset + windows)
             slots.append(raw.row[places])
-            frames.append(windows * ratio)
+            positions.append(segment.start + windows * ratio)
             offset += count
-    return np.concatenate(entries), np.concatenate(slots).reshape(-1, width), np.concatenate(frames)
+    return np.concatenate(entries), np.concatenate(slots).reshape(-1, width), np.concatenate(positions)
 
 
 def _touched(segment: Segment, raw: _RawIndex, ratio: int, count: int) -> NDArray[np.int64]:
@@ -280,15 +280,15 @@ def ratio_arrays(
         extras: the raw rows that do not run in the step.
         extras_kept: they are in the pool's tails already.
     """
-    entries = slots = frames = None
+    entries = slots = positions = None
     targets = sources = np.empty(0, dtype=np.int64)
     if ratio:
         raws = _raw_indices(sequences, rows, ratio, extras)
-        entries, slots, frames = _compress_arrays(sequences, raws, ratio, kind is AttentionKind.CSA)
+        entries, slots, positions = _compress_arrays(sequences, raws, ratio, kind is AttentionKind.CSA)
         kept = len(extras) if extras_kept else None
         targets, sources = _tail_rows(sequences, raws, tail_rows(kind, ratio), kept)
     return RatioArrays(
         extras_kept=extras_kept,
         segments=_segment_records(sequences, ratio), visible=_visible(sequences, rows, ratio), entries=entries,
-        slots=slots, frames=frames, tail_targets=targets, tail_sources=sources,
+        slots=slots, positions=positions, tail_targets=targets, tail_sources=sources,
     )  # fmt: skip

@@ -63,8 +63,8 @@ class LayerWalk:
         _, cut = step.of_ratio(ratio)
         if layer in observe.salience_layers:
             self._salience(spec, step, pool, projected, ratio, observe)
-            if observe.after_salience is not None:
-                observe.after_salience(layer)
+            if observe.after_salience is not None and observe.salience is not None:
+                observe.after_salience(layer, observe.salience[0])
         counted = layer in observe.fanout_layers and spec.router is RouterKind.LEARNED
         whole = len(step.parts) == 1
         outputs = streams if whole else torch.empty_like(streams)
@@ -87,7 +87,7 @@ class LayerWalk:
         raw: list[list[torch.Tensor]] = [[] for _ in pool.tails[layer]]
         for part in step.parts:
             chunk = part.chunk
-            own = self._stages.project(spec, streams[chunk.own], part.frames)
+            own = self._stages.project(spec, streams[chunk.own], part.positions)
             ops.write_rows(pool.latents[layer], part.pool_rows, ops.all_gather(own.latent, chunk.counts))
             for collected, rows in zip(raw, own.raw, strict=True):
                 collected.append(ops.all_gather(rows, chunk.counts))

@@ -237,6 +237,11 @@ def _write_rows(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> 
     return Work(bytes=_bytes(rows) + 2 * _bytes(values))
 
 
+def _turn_rows(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Work:
+    rows, frames, _ = args
+    return Work(bytes=_bytes(frames) + 2 * rows.shape[0] * g.rope_dim * rows.element_size())
+
+
 def _embed(g: ModelGeometry, args: _Args, kwargs: _Kwargs, result: Any) -> Work:
     return Work(bytes=_bytes(args[0], result) + _bytes(result) // kwargs["streams"])
 
@@ -342,6 +347,7 @@ _WORK: dict[str, _Count] = {
     "hyper_head": _streams,
     "norm_rope_pack": _norm_rope_pack,
     "compress": _compress,
+    "turn_rows": _turn_rows,
     "write_rows": _write_rows,
     "lightning_indexer": _indexer,
     "index_salience": _indexer,

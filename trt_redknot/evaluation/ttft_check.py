@@ -1,18 +1,19 @@
 """Whether the two arms agree, before their times are compared: a request whose rows are all protected, against
 recomputation of the same tokens, at every row of several prompts.
 
-Both compute the same function with other rounding: a document's latents are rotated in its own frame and rounded there.
-What that may change is measured in the same run instead of guessed. Rotations are relative, so recomputation with all
-positions moved by a constant is the same function once more, and rounds otherwise in the same places:
+Documents of whole compression windows that run with all heads compute what recomputation does: protected rows are it
+bit for bit. What artifacts replace is rounded otherwise: a document's latents are rotated in its own frame, rounded,
+and turned to the request's. What that may change is measured in the same run instead of guessed. Rotations are
+relative, so recomputation with all positions moved by a constant is the same function once more, and rounds otherwise
+in the same places:
 
-    fault     distance(protected, recomputed)
+    fault     distance(rows behind an artifact, recomputed)
     bound     distance(recomputed with positions moved, in other chunks; recomputed), times a small factor
     cap       distance(recomputed, other rows of the same recomputation), times a share
 
 A bound that lets rows be about as far away as rows that have nothing to do with each other would prove nothing: no
 bound is above the cap, and where recomputations alone differ by more than that, the check fails. Distances are taken
-segment by segment, so that a fault in one document is not thinned out by the others. The rows after a document that is
-an exact prefix, and whose artifact replaces all its rows, are held to the same bound.
+segment by segment, so that a fault in one document is not thinned out by the others.
 """
 
 from __future__ import annotations
@@ -41,8 +42,6 @@ LARGEST_FACTOR = {RouterKind.HASH: 2.0, RouterKind.LEARNED: 3.0}
 # What rows may differ by at most, whatever recomputations differ by, as a share of the distance of unrelated rows: a
 # single row that is another's is about the whole of it away.
 RMS_SHARE, LARGEST_SHARE = 0.5, 0.8
-# Both arms round the first document's rows alike.
-PREFIX_FACTOR = 0.5
 # The bound's runs begin at positions up to this.
 _FRAMES = 4096
 
@@ -119,29 +118,32 @@ class Agreement:
     Attributes:
         routers: of all its layers: hash routers flip no near tie, so that rounding stays small and faults stand out.
         runs: prompts.
-        prefix_equal: share of the first document's rows that are bit for bit what recomputation gave: both arms round
-            them alike.
+        equal: share of the protected rows that are bit for bit what recomputation gave.
         reused: the last segment's rows, where an artifact replaces all rows before it.
     """
 
     routers: RouterKind
     runs: int
-    prefix_equal: float
+    equal: float
     segments: tuple[SegmentAgreement, ...]
     reused: SegmentAgreement
 
     def faults(self) -> list[str]:
-        """Where protected rows are further from recomputation than rounding explains, or where rounding explains so
-        much that nothing is proved; empty where nowhere."""
+        """Where protected rows are not recomputation, where rows behind an artifact are further from it than rounding
+        explains, or where rounding explains so much that nothing is proved; empty where nowhere."""
         places = [*((f"segment {index}", each) for index, each in enumerate(self.segments)), ("reuse", self.reused)]
         found = []
+        if self.equal != 1.0:
+            found.append(
+                f"{self.routers} routers: {self.equal:.2%} of the protected rows are recomputation bit for bit, "
+                "expected all of them"
+            )
         for place, segment in places:
-            halved = PREFIX_FACTOR if place == "segment 0" else 1.0
             for name, factor, share in (
                 ("rms", RMS_FACTOR, RMS_SHARE),
                 ("largest", LARGEST_FACTOR, LARGEST_SHARE),
             ):
-                fault = segment.fault(name, factor[self.routers] * halved, share)
+                fault = segment.fault(name, factor[self.routers], share)
                 if fault is not None:
                     found.append(f"{self.routers} routers, {place}: {fault}")
         return found
@@ -174,7 +176,7 @@ def check_arms(rank: StandInRank, length: int, documents: int, *, runs: int, chu
     starts = np.random.default_rng(runs).integers(1, _FRAMES, runs).tolist()
     fresh, documented = (segment_table(length, documents, reuse=reuse) for reuse in (False, True))
     protected, recomputed, unrelated = ([Apart() for _ in documented] for _ in range(3))
-    reused, prefix, question, equal = Apart(), documented[0], documented[-1], 0
+    reused, question, equal = Apart(), documented[-1], 0
     for run, start in enumerate(starts):
         context, elsewhere = (
             dataclasses.replace(each, chunk_rows=chunks[(run + turn) % len(chunks)])
@@ -188,8 +190,7 @@ def check_arms(rank: StandInRank, length: int, documents: int, *, runs: int, chu
             ours.add(found[rows], base[rows])
             bound.add(moved[rows], base[rows])
             other.add(base[rows].roll(segment.length // 2, 0), base[rows])
-        rows = slice(prefix.start, prefix.stop)
-        equal += int((found[rows] == base[rows]).all(1).sum())
+        equal += int((found == base).all(1).sum())
         reused.add(_reused(context, run, question), base[question.start : question.stop])
     (router,) = set(rank.context.geometry.router_kinds)
     segments = [
@@ -200,7 +201,7 @@ def check_arms(rank: StandInRank, length: int, documents: int, *, runs: int, chu
     ]
     last = segments[-1]
     return Agreement(
-        routers=router, runs=runs, prefix_equal=equal / (runs * prefix.length), segments=tuple(segments),
+        routers=router, runs=runs, equal=equal / (runs * documented[-1].stop), segments=tuple(segments),
         reused=dataclasses.replace(last, protected=reused.distance()),
     )  # fmt: skip
 

@@ -76,7 +76,7 @@ def print_check(out: Output, run: dict[str, Any]) -> None:
     for check in run["check"]:
         table = Table(
             title=f"Protected rows against recomputation, {check['routers']} routers, {check['runs']} prompts; "
-            f"{check['prefix_equal']:.0%} of the first document's rows equal bit for bit"
+            f"{check['equal']:.0%} of the protected rows equal bit for bit"
         )
         for column in (
             "segment",

@@ -45,10 +45,8 @@ class Projected:
     index_weights: Tensor | None
 
 
-def project(
-    ops: Ops, spec: LayerSpec, weights: Weights, streams: Tensor, frame_positions: Tensor, rope: Tensor
-) -> Projected:
-    """Own rows of a chunk: streams [R, S, M], positions in their segment's frame [R]."""
+def project(ops: Ops, spec: LayerSpec, weights: Weights, streams: Tensor, positions: Tensor, rope: Tensor) -> Projected:
+    """Own rows of a chunk: streams [R, S, M], positions [R]."""
     g = spec.geometry
     hidden, post, comb = ops.hyper_connection_pre(
         streams, weights["attn_hc.fn"], weights["attn_hc.base"], weights["attn_hc.scale"], weights["attn_norm"],
@@ -56,7 +54,7 @@ def project(
     )  # fmt: skip
     query, latent, *raw = ops.linears(hidden, [weights[name] for name in PROJECTIONS[spec.attention]])
     query_latent = ops.rms_norm(query, weights["attn.q_norm"], eps=g.norm_eps)
-    latent = ops.norm_rope_pack(latent, weights["attn.kv_norm"], rope, frame_positions, eps=g.norm_eps)
+    latent = ops.norm_rope_pack(latent, weights["attn.kv_norm"], rope, positions, eps=g.norm_eps)
     index_weights = raw.pop() if spec.attention is AttentionKind.CSA else None
     return Projected(
         query_latent=query_latent, latent=latent, post=post, comb=comb, raw=tuple(raw), index_weights=index_weights

@@ -83,6 +83,10 @@ class Ops(Protocol):
     ) -> Tensor:
         """Gated pooling of raw rows into entries, norm, rope: kv, gate [rows, w * D] -> [E, D]."""
 
+    def turn_rows(self, rows_RD: Tensor, frames_R: Tensor, rope: Tensor) -> None:
+        """Rows of documents, from their documents' frames to the request's, in place: the last channels are turned by
+        the angles of the positions where the documents begin."""
+
     def write_rows(self, pool: Tensor, rows: Tensor, values: Tensor) -> None:
         """pool[rows] = values, in place."""
 

@@ -64,7 +64,7 @@ class FewRows {
       : op_(op),
         shared_(shared),
         unit_(unit),
-        keys_(op, shared.table, kPacked ? kPackedLatentBytes : 2 * kHeadDim),
+        keys_(op, shared.table, kPacked ? kPackedLatentPitch : 2 * kHeadDim),
         lane_(static_cast<int>(threadIdx.x) % 32),
         warp_(static_cast<int>(threadIdx.x) / 32),
         g_(lane_ / 4),

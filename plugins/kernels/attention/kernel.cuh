@@ -1,13 +1,17 @@
 #pragma once
 
-// One block works on one unit of up to N columns (a column is a head of a row). Keys are the M dimension of the score
-// products and channels that of the output products, columns the N dimension of both: 8 columns waste nothing.
+// A unit is up to N columns (a column is a head of a row) that read the same keys. Keys are the M dimension of the
+// score products and channels that of the output products, columns the N dimension of both: 8 columns waste nothing.
 //
-// A tile is 64 keys. Four warps find them and copy them as they lie in the pool into shared memory, half of the
-// channels at a time, and turn their rope channels by the segment's frame, so that scores and sums of all segments are
-// in one frame. One warpgroup (two from 32 columns on) multiplies. The matrix units read keys, q and the probabilities
-// from shared memory, except that the codes of a packed pool become fp16 register operands, transposed, for the output.
-// With two warpgroups each computes the scores of half of the columns and the output of half of the channels.
+// A block is several teams, each of which takes a unit at a time: one warpgroup that multiplies (two from 32 columns
+// on) and one warp or four that find keys, 64 a tile, and copy them as they lie in the pool into shared memory, half of
+// the channels at a time. Rope channels are turned there by the segment's frame, so that scores and sums of all
+// segments are in one frame. The matrix units read keys, q and the probabilities from shared memory, except that the
+// codes of a packed pool become fp16 register operands, transposed, for the output. With two warpgroups each computes
+// the scores of half of the columns and the output of half of the channels.
+//
+// As many blocks as the GPU holds take all units in turn: keys of the next unit are on their way while outputs of this
+// one leave.
 
 #include "common/check.h"
 #include "common/ptx.cuh"
@@ -16,67 +20,51 @@
 
 namespace redknot::attention {
 
-template <typename T, int kGroup>
-__device__ __forceinline__ void work(SegLatentAttentionParams const& op, Shared<T>& shared, Unit const& unit) {
-  ptx::claim_registers<T::kWorkerRegisters>();
-  Worker<T, kGroup> worker(op, shared, unit);
-  worker.load_queries();
-  for (int begin = 0; begin < unit.rows; begin = shared.table.group.end) {
-    if (begin > 0) __syncthreads();
-    ptx::sync_threads(kGroupKnown, T::kThreads);
-    worker.walk();
+// All units of a team: teams of one number in all blocks take neighbouring units.
+template <typename T, typename Work>
+__device__ __forceinline__ void for_units(Launch const& launch, int team, Work&& work) {
+  int const units = launch.full.units + launch.tail.units, blocks = static_cast<int>(gridDim.x);
+#pragma unroll 1
+  for (int unit = static_cast<int>(blockIdx.x) + blocks * team; unit < units; unit += blocks * T::kTeams) {
+    work(unit_of(launch, unit));
   }
-  worker.finish();
+}
+
+template <typename T, int kGroup>
+__device__ __forceinline__ void multiply(Launch const& launch, Shared<T>& shared, int team) {
+  ptx::claim_registers<T::kWorkerRegisters>();
+  Worker<T, kGroup> worker(launch.op, shared, team);
+  for_units<T>(launch, team, [&](Unit const& unit) { worker.serve(unit); });
 }
 
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
-    attention_kernel(__grid_constant__ Launch const launch) {
+__global__ void __launch_bounds__(T::kThreads, 1) attention_kernel(__grid_constant__ Launch const launch) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared<T>& shared = *reinterpret_cast<Shared<T>*>(raw);
-  SegLatentAttentionParams const& op = launch.op;
-  Unit const unit = unit_of(launch, blockIdx.x);
-  if (int const i = threadIdx.x; i < unit.rows) {
-    int64_t const row = int64_t{unit.row} + i;
-    int64_t const segments = op.segment_count;
-    shared.row_position[i] = narrow(__ldg(op.positions + row));
-    shared.row_visible[i] = narrow(__ldg(op.visible + row));
-    shared.row_first[i] = static_cast<int>(max(int64_t{0}, min(segments, __ldg(op.row_segments + 2 * row))));
-    shared.row_last[i] = static_cast<int>(max(int64_t{0}, min(segments, __ldg(op.row_segments + 2 * row + 1))));
-  }
-  if (int const column = threadIdx.x; column < T::kColumns) {
-    int const row = column / unit.heads;
-    shared.column_row[column] = row < unit.rows ? row : -1;
-    int const head = unit.head + column - row * unit.heads;
-    shared.sink[column] =
-        row < unit.rows ? 1.4426950408889634f * __ldg(head < op.global_heads ? op.sinks_global + head
-                                                                             : op.sinks_local + head - op.global_heads)
-                        : 0.0f;
-  }
-  if (threadIdx.x == 0) {
-    ptx::barrier_init(ptx::shared_address(&shared.drained), T::kWorkers);
+  if (threadIdx.x < T::kTeams) {
+    Team<T>& team = shared.teams[threadIdx.x];
+    ptx::barrier_init(ptx::shared_address(&team.drained), T::kWorkers);
 #pragma unroll
     for (int stage = 0; stage < T::kStages; ++stage) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        ptx::barrier_init(ptx::shared_address(&shared.full[stage][half]), 64 * T::kLoaders);
-        ptx::barrier_init(ptx::shared_address(&shared.empty[stage][half]), T::kWorkers);
+        ptx::barrier_init(ptx::shared_address(&team.full[stage][half]), 64 * T::kLoaders);
+        ptx::barrier_init(ptx::shared_address(&team.empty[stage][half]), T::kWorkers);
       }
     }
   }
   __syncthreads();
-  if (threadIdx.x >= T::kWorkers) {
+  // The same in all lanes of a warp, which the compiler is to know.
+  int const warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), group = warp / 4;
+  if (group >= T::kTeams * T::kGroups) {
     ptx::release_registers<T::kLoaderRegisters>();
-    Loader<T> loader(op, shared, unit);
-    for (int begin = 0; begin < unit.rows; begin = shared.table.group.end) {
-      if (begin > 0) __syncthreads();  // the group before has been worked on
-      loader.enter(begin);
-      loader.fill();
-    }
-  } else if (T::kGroups == 1 || threadIdx.x < 128) {
-    work<T, 0>(op, shared, unit);
+    int const loader = warp - 4 * T::kTeams * T::kGroups, team = loader / T::kLoaders;
+    Loader<T> own(launch.op, shared, team, loader % T::kLoaders);
+    for_units<T>(launch, team, [&](Unit const& unit) { own.serve(unit); });
+  } else if (T::kGroups == 1 || group == 0) {
+    multiply<T, 0>(launch, shared, group / T::kGroups);
   } else {
-    work<T, T::kGroups - 1>(op, shared, unit);
+    multiply<T, T::kGroups - 1>(launch, shared, 0);
   }
 }
 
@@ -84,10 +72,14 @@ template <int kColumns, bool kPacked>
 Status launch_attention(Launch const& launch, cudaStream_t stream) {
   using T = Traits<kColumns, kPacked>;
   constexpr int kBytes = static_cast<int>(sizeof(Shared<T>));
-  static_assert((kBytes + 1024) * T::kBlocksPerSm <= 228 * 1024);
-  int64_t const units = int64_t{launch.full.units} + launch.tail.units;
+  static_assert(kBytes <= 227 * 1024);
+  int const units = launch.full.units + launch.tail.units;
+  int device = 0, processors = 0;
+  REDKNOT_CUDA(cudaGetDevice(&device));
+  REDKNOT_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   REDKNOT_CUDA(cudaFuncSetAttribute(attention_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  attention_kernel<T><<<static_cast<unsigned>(units), T::kThreads, kBytes, stream>>>(launch);
+  auto const blocks = static_cast<unsigned>(units < processors ? units : processors);
+  attention_kernel<T><<<blocks, T::kThreads, kBytes, stream>>>(launch);
   REDKNOT_LAUNCHED();
   return Status::kSuccess;
 }

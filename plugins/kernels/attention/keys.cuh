@@ -22,12 +22,14 @@ struct Tiles {
 
 enum class Source : int32_t { kWindow, kSelected, kEntries };
 
-// A key: where its latent lies, the request position of its frame's origin, and what its visibility is judged by:
-// its request position (window), its number among the sequence's entries (entries), 0 (selected).
+// A key: where its latent lies, the request position of its frame's origin, what its visibility is judged by: its
+// request position (window), its number among the sequence's entries (entries), 0 (selected); and its row of the pool,
+// which none has not.
 struct Key {
   uint8_t const* latent;
   int32_t frame;
   int32_t x;
+  int32_t row;
 };
 
 // Rows [begin, end) of a unit, which share a sequence. The same in every thread.
@@ -81,19 +83,19 @@ class Keys {
     return low;
   }
 
-  __device__ __forceinline__ Key none() const { return {table_.own, 0, kNoKey}; }
+  __device__ __forceinline__ Key none() const { return {table_.own, 0, kNoKey, -1}; }
 
   __device__ __forceinline__ Key at_position(int position) const {
     int const segment = last_not_above(kStart, position), start = column(kStart, segment);
     int64_t const row = int64_t{position} - start + column(kLatent, segment);
     if (position < start || position >= column(kStop, segment) || row < 0 || row >= op_.latent_rows) return none();
-    return {static_cast<uint8_t const*>(op_.latents) + row * row_bytes_, start, position};
+    return {static_cast<uint8_t const*>(op_.latents) + row * row_bytes_, start, position, static_cast<int32_t>(row)};
   }
 
   __device__ __forceinline__ Key at_entry(int row, int x) const {
     int const segment = last_not_above(kEntry, row), inside = row - column(kEntry, segment);
     if (inside < 0 || inside >= column(kEntries, segment)) return none();
-    return {static_cast<uint8_t const*>(op_.entries) + int64_t{row} * row_bytes_, column(kStart, segment), x};
+    return {static_cast<uint8_t const*>(op_.entries) + int64_t{row} * row_bytes_, column(kStart, segment), x, row};
   }
 
   // Slots after those of the windows. A group without segments or latents has no slots at all.

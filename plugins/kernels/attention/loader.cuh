@@ -1,168 +1,257 @@
 #pragma once
 
-// Fills the stages of a block with keys.
+// Brings the keys of a team's units, one unit after the other, as far ahead of the workers as there is room.
 
 #include "common/ptx.cuh"
 #include "kernels/attention/shared.cuh"
 
 namespace redknot::attention {
 
-// A warp that fills its part of every stage. Lanes look for keys; 16 lanes copy one.
+// A warp that brings its part of every tile. Lanes look for keys; eight lanes copy a line of one.
 template <typename T>
 class Loader {
  public:
-  __device__ Loader(SegLatentAttentionParams const& op, Shared<T>& shared, Unit const& unit)
+  __device__ Loader(SegLatentAttentionParams const& op, Shared<T>& shared, int team, int warp)
       : op_(op),
-        shared_(shared),
-        keys_(op, shared.table, T::kRowBytes),
-        unit_(unit),
-        warp_((threadIdx.x - T::kWorkers) / 32),
-        lane_(threadIdx.x % 32) {}
+        shared_(shared.teams[team]),
+        team_(team),
+        tails_(shared.tails_of(team)),
+        keys_(op, shared_.table, T::kRowBytes),
+        warp_(warp),
+        lane_(ptx::found_anew(threadIdx.x % 32)) {}
 
-  // Finds which rows from `begin` on form a group and how many tiles they need, and tells the workers.
-  __device__ __forceinline__ void enter(int begin) {
-    if (warp_ == 0) find(begin);
-    ptx::sync_threads(kLoadersMeet, 32 * T::kLoaders);
-    ptx::arrive_threads(kGroupKnown, T::kThreads);
-  }
-
-  __device__ __forceinline__ void fill() {
-    window_tiles_ = shared_.tiles.windows;
-    int const tiles = shared_.tiles.all;
-    int selected = announce(0);
-    for (int tile = 0; tile < tiles; ++tile) {
-      Key const key = resolve(tile, selected);
-      selected = announce(tile + 1);
-      uint2 const scales =
-          T::kPacked ? __ldg(reinterpret_cast<uint2 const*>(key.latent + kLatentScaleOffset)) : uint2{};
-      int const largest = T::kPacked ? largest_scale(scales) : 0;
-      bool const turned = __any_sync(~0u, key.frame != 0), absent = __any_sync(~0u, key.x == kNoKey);
-      Stage<T>& stage = shared_.stages[cursor_.stage];
-      uint32_t const full = ptx::shared_address(shared_.full[cursor_.stage]);
-      uint32_t const empty = ptx::shared_address(shared_.empty[cursor_.stage]);
-      uint32_t const rows = ptx::shared_address(stage.rows);
-      int const slot = place();
-      Group const& group = shared_.table.group;
-      bool const whole = group.begin == 0 && group.end == unit_.rows;
-      bool const seen = tile >= window_tiles_ && whole &&
-                        (op_.selected != nullptr || (tile + 1 - window_tiles_) * kTileKeys <= group.least_visible);
-      ptx::barrier_wait(empty, cursor_.parity ^ 1);
-      stage.frame[slot] = key.frame;
-      stage.x[slot] = key.x;
-      if constexpr (T::kPacked) stage.scales[slot] = scales;
-      if (lane_ == 0) {
-        stage.source = tile < window_tiles_      ? Source::kWindow
-                       : op_.selected != nullptr ? Source::kSelected
-                                                 : Source::kEntries;
-        stage.largest[warp_] = largest;
-        stage.masked[warp_] = absent || !seen;
-      }
-      copy<0, kHalf>(key.latent, rows);
-      ptx::barrier_arrive_after_copies(full);
-      ptx::barrier_arrive(full);
-      ptx::barrier_wait(empty + sizeof(uint64_t), cursor_.parity ^ 1);
-      copy<kHalf, kEnd>(key.latent, rows);
-      ptx::barrier_arrive_after_copies(full + sizeof(uint64_t));
-      if (turned) turn(stage);
-      ptx::barrier_arrive(full + sizeof(uint64_t));
-      cursor_.step();
+  __device__ __forceinline__ void serve(Unit const& unit) {
+    unit_ = unit;
+    announce_queries();
+    for (int begin = 0; begin < unit.rows; begin = shared_.table.group.end) {
+      meet();  // no warp reads the table of the rows before
+      if (warp_ == 0) find(begin);
+      meet();
+      fill();
     }
   }
 
  private:
-  static constexpr int kOwnKeys = kTileKeys / T::kLoaders;  // lanes past them look for the same keys again
-  static_assert(kOwnKeys == 16);
-  static constexpr int kHalf = T::kPacked ? kHeadDim / 2 : kHeadDim;  // bytes of the first half of the channels
-  static constexpr int kEnd = T::kPacked ? kLatentScaleOffset : 2 * kHeadDim;  // of all channels
+  static constexpr int kOwnKeys = kTileKeys / T::kLoaders;
+  static constexpr int kLaneKeys = (kOwnKeys + 31) / 32;    // that a lane looks for, 32 apart; lanes may share one
+  static constexpr int kHalf = T::kHalfLines * kLineBytes;  // bytes of half of the channels, without the tail
+  static constexpr int kTail = T::kPacked ? kLatentScaleOffset - 2 * kHalf : 0;
+  static constexpr int kLanes = kLineBytes / 16, kAtOnce = 32 / kLanes;  // lanes of a line, and keys at once
+  static constexpr int kRounds = kOwnKeys / kLaneKeys / kAtOnce;
+
+  // This lane's keys of a tile.
+  struct Found {
+    int row[kLaneKeys], frame[kLaneKeys], x[kLaneKeys];
+    uint2 scales[kLaneKeys];
+    bool absent;  // some lane's key does not exist
+    bool framed;  // some lane's key has another frame than the request's
+  };
 
   SegLatentAttentionParams const& op_;
-  Shared<T>& shared_;
+  Team<T>& shared_;
+  int const team_;
+  uint32_t const tails_;
   Keys<KeyTable<T::kUnitRows, T::kSegments>> keys_;
-  Unit const unit_;
+  Unit unit_{};
   int const warp_, lane_;
   int window_tiles_ = 0;
+  int odd_ = 0;  // whether the tile is
   Cursor<T::kStages> cursor_;
 
-  // Place in the tile's sequence of keys of this lane's key.
-  __device__ __forceinline__ int place() const { return warp_ * kOwnKeys + lane_ % kOwnKeys; }
+  __device__ __forceinline__ void meet() const {
+    if constexpr (T::kLoaders == 1) {
+      __syncwarp();
+    } else {
+      ptx::sync_threads(kLoadersMeet + team_, 32 * T::kLoaders);
+    }
+  }
+  // Place in the tile's sequence of keys of one of this lane's keys.
+  __device__ __forceinline__ int place(int index) const {
+    return kLaneKeys == 1 ? warp_ * kOwnKeys + lane_ % kOwnKeys : 32 * index + lane_;
+  }
+  __device__ __forceinline__ void await_room(int half) const {
+    ptx::barrier_wait(ptx::shared_address(&shared_.empty[cursor_.stage][half]), cursor_.parity ^ 1);
+  }
+  // This thread's part of a half is on its way, or done where nothing is copied.
+  __device__ __forceinline__ void arrive(int half) const {
+    uint32_t const full = ptx::shared_address(&shared_.full[cursor_.stage][half]);
+    ptx::barrier_arrive_after_copies(full);
+    ptx::barrier_arrive(full);
+  }
 
+  // The workers will soon ask for q of the unit.
+  __device__ __forceinline__ void announce_queries() const {
+    constexpr int kLines = 2 * kHeadDim / kLineBytes;
+    for (int line = 32 * warp_ + lane_; line < unit_.rows * unit_.heads * kLines; line += 32 * T::kLoaders) {
+      int const column = line / kLines;
+      auto const* q =
+          column_pointer(op_, unit_, column / unit_.heads, column, static_cast<__nv_bfloat16 const*>(op_.q_global),
+                         static_cast<__nv_bfloat16 const*>(op_.q_local));
+      ptx::prefetch(q + line % kLines * (kLineBytes / 2));
+    }
+  }
+
+  // Which rows from `begin` on form a group, and how many tiles they need.
   __device__ __forceinline__ void find(int begin) {
-    int const row = min(lane_, unit_.rows - 1);
-    keys_.enter(begin, unit_.rows, shared_.row_position[row], shared_.row_visible[row], shared_.row_first[row],
-                shared_.row_last[row], lane_);
+    int64_t const row = int64_t{unit_.row} + min(lane_, unit_.rows - 1);
+    int64_t const segments = op_.segment_count;
+    auto const segment = [&](int which) {
+      return static_cast<int>(max(int64_t{0}, min(segments, __ldg(op_.row_segments + 2 * row + which))));
+    };
+    keys_.enter(begin, unit_.rows, narrow(__ldg(op_.positions + row)), narrow(__ldg(op_.visible + row)), segment(0),
+                segment(1), lane_);
     if (lane_ == 0) shared_.tiles = keys_.tiles(kTileKeys);
   }
 
-  // The selected entry that `resolve` will need.
-  __device__ __forceinline__ int announce(int tile) const {
-    return keys_.announce(unit_.row, (tile - window_tiles_) * kTileKeys + place());
-  }
-
-  __device__ __forceinline__ Key resolve(int tile, int selected) const {
-    int const number = (tile - window_tiles_) * kTileKeys + place();
-    return tile < window_tiles_ ? keys_.in_window(tile * kTileKeys + place()) : keys_.entry(number, selected);
-  }
-
-  static __device__ __forceinline__ int largest_scale(uint2 scales) {
-    int most = 0;
-#pragma unroll
-    for (int block = 0; block < kBlocks - 1; ++block) {
-      uint32_t const word = block < 4 ? scales.x : scales.y;
-      most = max(most, static_cast<int>(word >> (8 * (block & 3)) & 0xff));
-    }
-    return __reduce_max_sync(~0u, most);
-  }
-
-  // Turns the rope channels of this warp's keys by their frames, once they are there; four lanes a key.
-  __device__ __forceinline__ void turn(Stage<T>& stage) const {
-    constexpr int kRopeBytes = T::kPacked ? kHeadDim - kRopeDim : 2 * (kHeadDim - kRopeDim);  // before the channels
-    float const inverse = 1.0f / __ldg(op_.rope);  // a constant factor of the table must not count twice
-    ptx::copy_commit();
-    ptx::copy_wait<0>();
-    __syncwarp();
+  __device__ __forceinline__ void fill() {
+    window_tiles_ = shared_.tiles.windows;
+    int const tiles = max(shared_.tiles.all, 1);  // rows without keys have a tile without keys
+    int selected[kLaneKeys];
+    announce(0, selected);
+    Found found = look(0, selected);
+    announce(1, selected);
 #pragma unroll 1
-    for (int i = 0; i < kOwnKeys; i += 8) {
-      int const key = warp_ * kOwnKeys + i + lane_ / 4, frame = stage.frame[key];
-      if (frame == 0) continue;
-      auto const* angles = reinterpret_cast<float4 const*>(rope_at(op_, frame)) + lane_ % 4 * 4;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        auto* const at = reinterpret_cast<uint4*>(stage.rows + key_place(key, kRopeBytes + (lane_ % 4 * 2 + j) * 16));
-        uint4 const words = *at;
-        uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-        float4 const two[2] = {__ldg(angles + 2 * j), __ldg(angles + 2 * j + 1)};
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          float2 const x = ptx::unpack_bf16(pairs[k]);
-          float const c = (k % 2 ? two[k / 2].z : two[k / 2].x) * inverse;
-          float const s = (k % 2 ? two[k / 2].w : two[k / 2].y) * inverse;
-          pairs[k] = ptx::pack_bf16(x.x * c - x.y * s, x.y * c + x.x * s);
-        }
-        *at = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    for (int tile = 0; tile < tiles; ++tile) {
+      await_room(0);
+      copy<0>(tile, found);
+      describe(tile, tiles, found);
+      arrive(0);
+      await_room(1);
+      copy<1>(tile, found);
+      arrive(1);
+      cursor_.step();
+      odd_ ^= 1;
+      if (tile + 1 < tiles) {  // its loads are on their way until there is room
+        found = look(tile + 1, selected);
+        announce(tile + 2, selected);
       }
     }
   }
 
-  // Bytes [kFrom, kTo) of this warp's keys, half a warp a key.
-  template <int kFrom, int kTo>
-  __device__ __forceinline__ void copy(uint8_t const* latent, uint32_t rows) const {
-    static_assert(kFrom % kLineBytes == 0);
-    constexpr int kBytes = T::kPacked ? 8 : 16;  // of one copy
-    auto const address = reinterpret_cast<uint64_t>(latent);
-    int const own = lane_ % 16 * kBytes;
-#pragma unroll 4
-    for (int first = 0; first < kOwnKeys; first += 2) {
-      int const key = first + lane_ / 16;
-      auto const* const from = reinterpret_cast<uint8_t const*>(__shfl_sync(~0u, address, key)) + kFrom + own;
-      uint32_t const to = rows + kFrom / kLineBytes * kLineStride + key_place(warp_ * kOwnKeys + key, own);
+  // What the workers must know of a tile.
+  __device__ __forceinline__ void describe(int tile, int tiles, Found const& found) const {
+    Group const& group = shared_.table.group;
+    Header<T>& header = shared_.headers[odd_];
+    bool const whole = group.begin == 0 && group.end >= unit_.rows;
+    // Whether every row sees every key that there is.
+    bool const seen =
+        whole && (tile < window_tiles_
+                      ? unit_.rows == 1
+                      : op_.selected != nullptr || (tile + 1 - window_tiles_) * kTileKeys <= group.least_visible);
+    uint32_t most = 0;  // a pair
 #pragma unroll
-      for (int byte = 0; byte < kTo - kFrom; byte += 16 * kBytes) {
-        if (kFrom + byte + 16 * kBytes > kTo && kFrom + byte + own >= kTo) continue;
-        if constexpr (T::kPacked) {
-          ptx::copy_async_8(to + byte / kLineBytes * kLineStride, from + byte);
-        } else {
-          ptx::copy_async_16(to + byte / kLineBytes * kLineStride, from + byte);
+    for (int i = 0; i < kLaneKeys; ++i) {
+      header.x[place(i)] = found.x[i];
+      header.frame[place(i)] = found.frame[i];
+      if constexpr (T::kPacked) {
+        header.scales[place(i)] = found.scales[i];
+        most = __vmaxu2(most, largest(found.scales[i]));
+      }
+    }
+    if constexpr (T::kPacked) most = __reduce_max_sync(~0u, max(most & 0xffff, most >> 16));
+    if (lane_ != 0) return;
+    header.largest[warp_] = static_cast<int32_t>(most);
+    header.flags[warp_] = static_cast<uint8_t>((found.absent || !seen ? kMasked : 0) | (found.framed ? kFramed : 0));
+    if (warp_ != 0) return;
+#pragma unroll
+    for (int other = T::kLoaders; other < 4; ++other) {
+      header.flags[other] = 0;
+      header.largest[other] = 0;
+    }
+    header.source = tile < window_tiles_      ? Source::kWindow
+                    : op_.selected != nullptr ? Source::kSelected
+                                              : Source::kEntries;
+    header.begin = group.begin;
+    header.end = group.end;
+    header.state =
+        (tile == 0 && !whole ? kOtherRows : 0) | (tile == tiles - 1 && group.end >= unit_.rows ? kLastTile : 0);
+  }
+
+  __device__ __forceinline__ uint8_t const* pool_of(int tile) const {
+    return static_cast<uint8_t const*>(tile < window_tiles_ ? op_.latents : op_.entries);
+  }
+
+  // The selected entries that `look` will need.
+  __device__ __forceinline__ void announce(int tile, int (&selected)[kLaneKeys]) const {
+#pragma unroll
+    for (int i = 0; i < kLaneKeys; ++i) {
+      selected[i] = keys_.announce(unit_.row, (tile - window_tiles_) * kTileKeys + place(i));
+    }
+  }
+
+  __device__ __forceinline__ Found look(int tile, int const (&selected)[kLaneKeys]) const {
+    Found found;
+    bool const window = tile < window_tiles_, empty = shared_.tiles.all == 0;
+#pragma unroll
+    for (int i = 0; i < kLaneKeys; ++i) {
+      Key const key = empty    ? keys_.none()
+                      : window ? keys_.in_window(tile * kTileKeys + place(i))
+                               : keys_.entry((tile - window_tiles_) * kTileKeys + place(i), selected[i]);
+      found.row[i] = key.row;
+      found.frame[i] = key.frame;
+      found.x[i] = key.x;
+      found.scales[i] = {};
+      if (T::kPacked && key.row >= 0) {
+        auto const* const latent = pool_of(tile) + int64_t{key.row} * T::kRowBytes;
+        found.scales[i] = __ldg(reinterpret_cast<uint2 const*>(latent + kLatentScaleOffset));
+      }
+    }
+    bool absent = false, framed = false;
+#pragma unroll
+    for (int i = 0; i < kLaneKeys; ++i) {
+      absent |= found.row[i] < 0;
+      framed |= found.frame[i] != 0;
+    }
+    found.absent = __any_sync(~0u, absent);
+    found.framed = __any_sync(~0u, framed);
+    return found;
+  }
+
+  // The largest of the first, third, ... and of the second, fourth, ... of a key's scales.
+  static __device__ __forceinline__ uint32_t largest(uint2 scales) {
+    constexpr uint32_t kPair = 0x00ff00ff;
+    static_assert(kBlocks - 1 == 7);
+    uint32_t const last = scales.y & 0x00ffffff;
+    return __vmaxu2(__vmaxu2(scales.x & kPair, scales.x >> 8 & kPair), __vmaxu2(last & kPair, last >> 8 & kPair));
+  }
+
+  // Half `kWhich` of the channels of this warp's keys; zeros in place of a key that there is not.
+  template <int kWhich>
+  __device__ __forceinline__ void copy(int tile, Found const& found) const {
+    if (found.absent) {
+      copy<kWhich, false>(tile, found);
+    } else {
+      copy<kWhich, true>(tile, found);
+    }
+  }
+  template <int kWhich, bool kAll>
+  __device__ __forceinline__ void copy(int tile, Found const& found) const {
+    int const lane = ptx::found_anew(lane_), own = lane % kLanes * 16, key = warp_ * kOwnKeys + lane / kLanes;
+    auto const pool = ptx::found_anew(reinterpret_cast<uint64_t>(pool_of(tile)) + own);
+    uint32_t const half = ptx::shared_address(shared_.halves[cursor_.stage][kWhich]) + key_place(key, own);
+    uint32_t const tail = tails_ + wgmma::swizzled(key, tail_chunk<T>(team_, cursor_.stage) + lane % kLanes);
+#pragma unroll
+    for (int i = 0; i < kLaneKeys; ++i) {
+#pragma unroll
+      for (int round = 0; round < kRounds; ++round) {
+        int const first = round * kAtOnce;
+        int const row = __shfl_sync(~0u, found.row[i], first + lane / kLanes);
+        int const bytes = kAll || row >= 0 ? 16 : 0;
+        auto const* const latent =
+            reinterpret_cast<uint8_t const*>(pool + static_cast<uint64_t>(kAll ? row : max(row, 0)) * T::kRowBytes);
+        auto const place = [&](uint32_t of_first) {
+          return (of_first ^ (first % 8 << 4)) + (32 * i + first) * kLineBytes;
+        };
+#pragma unroll
+        for (int byte = 0; byte < kHalf; byte += kLineBytes) {
+          uint32_t const to = place(half) + byte / kLineBytes * kLineStride;
+          if constexpr (kAll) {
+            ptx::copy_async_16(to, latent + kWhich * kHalf + byte);
+          } else {
+            ptx::copy_async_16(to, latent + kWhich * kHalf + byte, bytes);
+          }
         }
+        if (kWhich == 1 && own < kTail) ptx::copy_async_16(place(tail), latent + 2 * kHalf, bytes);
       }
     }
   }

@@ -20,7 +20,7 @@ struct SegLatentAttentionParams {
   void* out_local;              // bf16 [full_rows, local_heads, 512]
   float const* sinks_global;    // [global_heads]
   float const* sinks_local;     // [local_heads]
-  void const* latents;          // [latent_rows, 512] of pool_dtype, 16-byte aligned; packed rows have 584 bytes
+  void const* latents;          // [latent_rows, 512] of pool_dtype, 16-byte aligned; packed rows are 640 bytes apart
   void const* entries;          // [entry_rows, 512] of pool_dtype; null: sliding window only
   int64_t const* segments;      // [segments, 5] columns of trt_redknot/ops/tables.py
   int64_t const* row_segments;  // [rows, 2]

@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 
+#include "common/ptx.cuh"
 #include "common/wgmma.cuh"
 #include "kernels/attention/keys.cuh"
 
@@ -13,7 +14,7 @@ inline constexpr float kNone = -INFINITY;
 inline constexpr int kBlockChannels = 64;
 inline constexpr int kBlocks = kHeadDim / kBlockChannels;
 inline constexpr int kTileKeys = 64;
-// Latents lie in shared memory as lines of 128 bytes: the first lines of all keys of the tile, then the second ones.
+// Latents lie in shared memory as lines of 128 bytes, swizzled.
 inline constexpr int kLineBytes = 128;
 inline constexpr int kLineStride = kTileKeys * kLineBytes;
 // The largest scale becomes 2^kScaleHeadroom in fp16: 448 * 2^(4 + 3) < 65504.
@@ -23,58 +24,76 @@ inline constexpr int kScaleSlack = 3;
 // Scores (log2) this much above the base of the probabilities do not change it: 2^(4 + 3 + 8) < 65504.
 inline constexpr int kPeakSlack = 8;
 
-// Barriers of the block besides that of all threads.
-enum Barrier : int { kWorkersMeet = 1, kLoadersMeet, kGroupKnown };
+// Barriers of the block besides that of all threads: those of the first team, the next teams' follow.
+enum Barrier : int { kLoadersMeet = 1, kWorkersMeet = 3 };
 
 template <int kColumns_, bool kPacked_>
 struct Traits {
   static constexpr int kColumns = kColumns_;
   static constexpr bool kPacked = kPacked_;
-  static constexpr int kGroups = kColumns > 16 ? 2 : 1;  // warpgroups
-  static constexpr int kWorkers = 128 * kGroups;         // threads
-  static constexpr int kLoaders = 4;                     // warps that fill the stages
-  static constexpr int kThreads = kWorkers + 32 * kLoaders;
-  static constexpr int kBlocksPerSm = kColumns > 16 ? 1 : kColumns == 8 && kPacked ? 3 : 2;
+  static constexpr int kGroups = kColumns > 16 ? 2 : 1;  // warpgroups of a team
+  static constexpr int kWorkers = 128 * kGroups;         // threads of a team that multiply
+  // Teams of a block, by what shared memory and registers hold, and whole tiles that a team has room for. Few teams
+  // hide little of what each waits for: they bring a tile while they multiply another, by more warps.
+  static constexpr int kTeams = kColumns > 16 ? 1 : kColumns == 8 && kPacked ? 4 : 2;
+  static constexpr int kStages = kTeams == 1 || (kTeams == 2 && kPacked) ? 2 : 1;
+  static constexpr int kLoaders = kTeams == 4 ? 1 : 4;  // warps of a team that bring keys
+  static constexpr int kLoaderThreads = 32 * kTeams * kLoaders;
+  static_assert(kLoaderThreads % 128 == 0, "warpgroups, which give up registers together");
+  static constexpr int kThreads = kTeams * kWorkers + kLoaderThreads;
   // Registers of a thread at the start; loaders give up what workers take.
-  static constexpr int kRegisters = 65536 / (kThreads * kBlocksPerSm) / 8 * 8;
-  static constexpr int kLoaderRegisters = kBlocksPerSm == 1 ? 72 : kBlocksPerSm == 2 ? 96 : 56;
+  static constexpr int kRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kLoaderRegisters = kTeams == 4 ? 64 : 72;
   static constexpr int kWorkerRegisters =
-      kRegisters + (kRegisters - kLoaderRegisters) * 32 * kLoaders / kWorkers / 8 * 8;
-  static constexpr int kStages = kColumns > 16 ? 2 : 1;
+      kRegisters + (kRegisters - kLoaderRegisters) * kLoaderThreads / (kTeams * kWorkers) / 8 * 8;
   static constexpr int kTiles = kColumns / 8;         // of columns
   static constexpr int kOwnTiles = kTiles / kGroups;  // whose scores a warpgroup computes
   static constexpr int kOwn = kBlocks / kGroups;      // channel blocks whose output a warpgroup computes
-  static constexpr int kRowBytes = kPacked ? kPackedLatentBytes : 2 * kHeadDim;
-  static constexpr int kLines = kPacked ? 5 : 8;
-  // Lines of q a column: codes as two terms of four lines each, then the rope channels; or all channels.
-  static constexpr int kQueryLines = kPacked ? 9 : 8;
+  static constexpr int kRowBytes = kPacked ? kPackedLatentPitch : 2 * kHeadDim;
+  static constexpr int kHalfLines = kPacked ? 2 : 4;     // of a key in half a stage; packed keys have half a line more
+  static constexpr int kQueryLines = 8;                  // of a column
   static constexpr int kCopies = kPacked ? kBlocks : 1;  // of the probabilities: fp16 times the scales; bf16 last
   static constexpr int kUnitRows = kColumns < kMaxUnitRows ? kColumns : kMaxUnitRows;
   static constexpr int kSegments = 32;
 };
 
+// Of a tile: the first one of rows that are not the whole unit; the last one of the unit.
+enum TileState : uint32_t { kOtherRows = 1, kLastTile = 2 };
+// Of the keys that a loader brought: some row may not see some of them; some have another frame than the request's.
+enum KeyFlag : uint32_t { kMasked = 1, kFramed = 2 };
+// Whether one of the four loaders' flags, a byte each, is set.
+__device__ __forceinline__ bool any_of(uint32_t flags, KeyFlag flag) { return (flags & flag * 0x01010101u) != 0; }
+
+// What the loaders say of a tile.
 template <typename T>
-struct Stage {
-  alignas(1024) uint8_t rows[T::kLines * kLineStride];
-  uint2 scales[kTileKeys];  // of packed keys: biased exponents of the blocks
-  int32_t frame[kTileKeys];
-  int32_t x[kTileKeys];
+struct Header {
+  alignas(16) int32_t largest[4];  // biased exponent among the block scales of each loader's keys
+  alignas(16) uint8_t flags[4];    // of KeyFlag, of each loader's keys
+  uint32_t state;                  // of TileState
   Source source;
-  int32_t largest[T::kLoaders];  // biased exponent among the block scales of each loader's keys
-  bool masked[T::kLoaders];      // whether some row may not see some key
+  int32_t begin;  // rows of the unit that read these keys
+  int32_t end;
+  int32_t x[kTileKeys];
+  int32_t frame[kTileKeys];
+  uint2 scales[T::kPacked ? kTileKeys : 1];  // biased exponents of the blocks
+  static_assert(T::kLoaders <= 4);
 };
 
-// Where a byte of a key's latent lies in `rows`.
+// Where a byte of a key lies in half a stage.
 __device__ __forceinline__ uint32_t key_place(int key, int byte) {
   return byte / kLineBytes * kLineStride + wgmma::swizzled(key, byte % kLineBytes / 16) + byte % 16;
 }
 
+// What the threads of a team share: workers, which take one unit after the other, and their loaders.
 template <typename T>
-struct Shared {
+struct Team {
+  // q of the unit's columns; then their outputs, [column][channel], which leave in whole lines.
   alignas(1024) uint8_t query[T::kQueryLines * T::kColumns * kLineBytes];
   alignas(1024) uint8_t probabilities[T::kCopies][T::kColumns * 128];  // [column][64 keys]
-  Stage<T> stages[T::kStages];
-  alignas(8) uint64_t full[T::kStages][2];  // of the halves of the channels
+  // Half of the channels of a tile's keys each: the first lines of all keys, then the second ones.
+  alignas(1024) uint8_t halves[T::kStages][2][T::kHalfLines * kLineStride];
+  Header<T> headers[2];  // of even and odd tiles
+  alignas(8) uint64_t full[T::kStages][2];
   uint64_t empty[T::kStages][2];
   uint64_t drained;            // the probabilities have been multiplied
   float peak[4][T::kColumns];  // of each warp's keys
@@ -82,11 +101,28 @@ struct Shared {
   float sink[T::kColumns];                              // log2 units
   float query_scale[T::kColumns];                       // what the codes of q are multiplied by
   int32_t column_row[T::kColumns];                      // row of the unit, -1: none
-  int32_t position[T::kColumns], visible[T::kColumns];  // of the columns of the current group; least: none
-  int32_t row_position[T::kUnitRows], row_visible[T::kUnitRows], row_first[T::kUnitRows], row_last[T::kUnitRows];
+  int32_t position[T::kColumns], visible[T::kColumns];  // of the columns of the current rows; least: none
+  int32_t row_position[T::kUnitRows], row_visible[T::kUnitRows];
+  // Of the loaders.
   Tiles tiles;
   KeyTable<T::kUnitRows, T::kSegments> table;
 };
+
+template <typename T>
+struct Shared {
+  Team<T> teams[T::kTeams];
+  // The last 64 bytes of packed keys: half a line a key. Two stages share the lines, or two teams.
+  alignas(1024) uint8_t tails[T::kPacked ? (T::kTeams * T::kStages + 1) / 2 : 1][T::kPacked ? kLineStride : 16];
+
+  __device__ __forceinline__ uint32_t tails_of(int team) const {
+    return ptx::shared_address(tails[team * T::kStages / 2]);
+  }
+};
+// The first chunk of 16 bytes of the tails of a team and stage in their lines.
+template <typename T>
+__device__ __forceinline__ int tail_chunk(int team, int stage) {
+  return 4 * ((team * T::kStages + stage) % 2);
+}
 
 // Where a walk over the stages is.
 template <int kStages>
@@ -94,7 +130,7 @@ struct Cursor {
   int stage = 0;
   int parity = 0;
   __device__ __forceinline__ void step() {
-    if (++stage == kStages) {
+    if (kStages == 1 || ++stage == kStages) {
       stage = 0;
       parity ^= 1;
     }

@@ -11,79 +11,91 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kTogether = 8;  // rows of a pool that a warp reads at once
-constexpr int kStep = kWarps * kTogether;
-constexpr int kSegments = 32;
-constexpr int64_t kNoRow = -1;
+constexpr int kTogether = 4;  // rows of a pool that a warp reads at once
+constexpr int kBlockEntries = kWarps * kTogether;
+constexpr int kBlockRows = 16;  // whose windows a block unpacks
+constexpr int kNoRow = -1;      // of a key that does not exist, too
+
+using WindowTable = KeyTable<kBlockRows, 32>;
 
 struct Job {
   SegLatentAttentionParams op;  // of packed pools
   int32_t first_row, rows;
-  int32_t window_blocks;  // each of kMaxUnitRows rows
-  bool chosen;            // entries are unpacked as they are selected, not all of the pool
-  int64_t entries;        // of the selection or of the pool
-  uint4* latents;         // bf16
-  uint4* entry_latents;   // bf16
+  int32_t window_blocks;
+  bool chosen;           // entries are unpacked as they are selected, not all of the pool
+  int64_t entries;       // of the selection or of the pool
+  uint4* latents;        // bf16
+  uint4* entry_latents;  // bf16
 };
 
-// Pool rows of the first kTogether lanes; a warp.
-__device__ __forceinline__ void unpack_rows(void const* packed, uint4* plain, int64_t own, int lane) {
+// The pool rows that the lanes of a warp name. Its code is there once: warps come here once, too, and would wait for
+// it to be fetched.
+__device__ __noinline__ void unpack_rows(void const* packed, uint4* plain, int own, int lane) {
   constexpr int kChunks = kHeadDim / kVector;
-  uint4 chunks[kTogether][kChunks / kWarp];
-  int64_t rows[kTogether];
+  unsigned there = __ballot_sync(kAllLanes, own != kNoRow);
+#pragma unroll 1
+  while (there != 0) {
+    LatentChunks chunks[kTogether];
+    int rows[kTogether];
 #pragma unroll
-  for (int i = 0; i < kTogether; ++i) {
-    rows[i] = __shfl_sync(~0u, own, i);
-    if (rows[i] == kNoRow) continue;
-#pragma unroll
-    for (int j = 0; j < kChunks / kWarp; ++j) {
-      chunks[i][j] = latent_chunk(static_cast<uint8_t const*>(packed) + rows[i] * kPackedLatentBytes, kWarp * j + lane);
+    for (int i = 0; i < kTogether; ++i) {
+      int const row = __shfl_sync(kAllLanes, own, __ffs(there) - 1);
+      rows[i] = there != 0 ? row : kNoRow;
+      there &= there - 1;
+      // In place of none the first one is read and not written.
+      chunks[i].load(static_cast<uint8_t const*>(packed) + int64_t{max(rows[i], 0)} * kPackedLatentPitch, lane);
     }
-  }
 #pragma unroll
-  for (int i = 0; i < kTogether; ++i) {
-    if (rows[i] == kNoRow) continue;
+    for (int i = 0; i < kTogether; ++i) {
+      uint4* const to = plain + int64_t{rows[i]} * kChunks + lane;
 #pragma unroll
-    for (int j = 0; j < kChunks / kWarp; ++j) plain[rows[i] * kChunks + kWarp * j + lane] = chunks[i][j];
+      for (int j = 0; j < LatentChunks::kCount; ++j) {
+        uint4 const chunk = chunks[i].chunk(j, lane);
+        if (rows[i] != kNoRow) to[kWarp * j] = chunk;
+      }
+    }
   }
 }
 
-// What a block's rows have in their windows, sequence by sequence.
+// What a block's rows have in their windows, sequence by sequence, but for what the row before them has in its own.
 __device__ __forceinline__ void unpack_windows(Job const& job, int block, int warp, int lane) {
-  __shared__ KeyTable<kMaxUnitRows, kSegments> table;
+  __shared__ WindowTable table;
   SegLatentAttentionParams const& op = job.op;
-  // Keys that count rows: a key lies as many bytes behind the pool's start as it has rows before it.
-  Keys<KeyTable<kMaxUnitRows, kSegments>> counted(op, table, 1);
-  int const first = job.first_row + block * kMaxUnitRows, rows = min(kMaxUnitRows, job.first_row + job.rows - first);
-  int64_t const row = first + min(lane, rows - 1), segments = op.segment_count;
-  auto const segment = [&](int which) {
-    return static_cast<int>(max(int64_t{0}, min(segments, __ldg(op.row_segments + 2 * row + which))));
+  Keys<WindowTable> keys(op, table, kPackedLatentPitch);
+  int const first = job.first_row + block * kBlockRows, rows = min(kBlockRows, job.first_row + job.rows - first);
+  int64_t const row = first + min(lane, rows - 1), before = max(first - 1, job.first_row);
+  auto const segment = [&](int64_t of, int which) {
+    int64_t const segments = op.segment_count;
+    return static_cast<int>(max(int64_t{0}, min(segments, __ldg(op.row_segments + 2 * of + which))));
   };
   int const position = narrow(__ldg(op.positions + row)), visible = narrow(__ldg(op.visible + row));
-  int const span[2] = {segment(0), segment(1)};
+  int const span[2] = {segment(row, 0), segment(row, 1)}, span_before[2] = {segment(before, 0), segment(before, 1)};
+  int64_t const high = narrow(__ldg(op.positions + before)), low = high - op.window + 1;  // the window before
+  bool const follows = first > job.first_row && span[0] == span_before[0] && span[1] == span_before[1];
   for (int begin = 0; begin < rows; begin = table.group.end) {
     __syncthreads();  // the table is used no more
-    if (warp == 0) counted.enter(begin, rows, position, visible, span[0], span[1], lane);
+    if (warp == 0) keys.enter(begin, rows, position, visible, span[0], span[1], lane);
     __syncthreads();
-    for (int slot = warp * kTogether; slot < table.group.window_slots; slot += kStep) {
-      Key const key = counted.in_window(slot + lane % kTogether);
-      int64_t const own = key.x == kNoKey ? kNoRow : key.latent - static_cast<uint8_t const*>(op.latents);
-      unpack_rows(op.latents, job.latents, own, lane);
+    bool const known = begin == 0 && __shfl_sync(kAllLanes, follows, 0);
+    // Neighbouring slots go to different warps: mostly only the last few are new.
+    for (int slot = 0; slot < table.group.window_slots; slot += kThreads) {
+      Key const key = keys.in_window(slot + lane * kWarps + warp);
+      bool const unpacked = known && key.x >= low && key.x <= high;
+      unpack_rows(op.latents, job.latents, unpacked ? kNoRow : key.row, lane);
     }
   }
 }
 
 __device__ __forceinline__ void unpack_entries(Job const& job, int block, int warp, int lane) {
-  int64_t const at = int64_t{block} * kStep + warp * kTogether + lane % kTogether;
-  int64_t own = at < job.entries ? at : kNoRow;
-  if (job.chosen && own != kNoRow) {
-    own = __ldg(job.op.selected + int64_t{job.first_row} * job.op.top_k + at);
-    if (own < 0 || own >= job.op.entry_rows) own = kNoRow;
-  }
-  unpack_rows(job.op.entries, job.entry_latents, own, lane);
+  int64_t const at = int64_t{block} * kBlockEntries + warp * kTogether + lane;
+  bool const mine = lane < kTogether && at < job.entries;
+  int64_t entry = at;
+  if (mine && job.chosen) entry = __ldg(job.op.selected + int64_t{job.first_row} * job.op.top_k + at);
+  bool const there = mine && entry >= 0 && entry < job.op.entry_rows;
+  unpack_rows(job.op.entries, job.entry_latents, there ? static_cast<int>(entry) : kNoRow, lane);
 }
 
-__global__ void __launch_bounds__(kThreads) unpack_kernel(__grid_constant__ Job const job) {
+__global__ void __launch_bounds__(kThreads, 4) unpack_kernel(__grid_constant__ Job const job) {
   cudaTriggerProgrammaticLaunchCompletion();
   int const warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   int const block = static_cast<int>(blockIdx.x);
@@ -108,8 +120,8 @@ Status unpack_seen(Launch& launch, void* workspace, cudaStream_t stream) {
   int64_t const entries = op.entries == nullptr ? 0 : chosen ? selected : op.entry_rows;
   auto* const latents = static_cast<uint4*>(workspace);
   auto* const entry_latents = latents + op.latent_rows * (kHeadDim / kVector);
-  int const window_blocks = (rows + kMaxUnitRows - 1) / kMaxUnitRows;
-  int64_t const blocks = window_blocks + (entries + kStep - 1) / kStep;
+  int const window_blocks = (rows + kBlockRows - 1) / kBlockRows;
+  int64_t const blocks = window_blocks + (entries + kBlockEntries - 1) / kBlockEntries;
   REDKNOT_SUPPORTED(blocks <= INT32_MAX);
   unpack_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
       Job{op, first.first_row, rows, window_blocks, chosen, entries, latents, entry_latents});

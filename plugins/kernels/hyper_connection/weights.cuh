@@ -16,30 +16,34 @@ __device__ __forceinline__ float reciprocal(float value) {
 }
 
 // Columns first, then rows and columns alternately, all of one matrix in the registers of each lane. Lines and columns
-// have factors, which take a quarter of the multiplications; the matrix itself is multiplied at the end.
+// have factors, which take a quarter of the multiplications; the matrix itself is multiplied at the end. A factor f of
+// a line whose sum is s becomes f / (f s + eps), which is 1 / (s + eps / f): the reciprocals of factors are kept, too,
+// and nothing but the sum and one reciprocal is in the way of the next step.
 template <int kStreams>
 __device__ __forceinline__ void sinkhorn(float (&comb)[kStreams][kStreams], int iterations, float eps) {
-  float lines[kStreams], columns[kStreams];
+  float lines[kStreams], columns[kStreams], under_lines[kStreams], under_columns[kStreams];
 #pragma unroll
-  for (float& line : lines) line = 1.0F;
-#pragma unroll
-  for (float& column : columns) column = 1.0F;
+  for (int index = 0; index < kStreams; ++index) {
+    lines[index] = columns[index] = under_lines[index] = under_columns[index] = 1.0F;
+  }
   for (int step = 0; step < iterations; ++step) {
     if (step > 0) {
 #pragma unroll
       for (int line = 0; line < kStreams; ++line) {
-        float sum = 0.0F;
+        float sum = eps * under_lines[line];
 #pragma unroll
         for (int column = 0; column < kStreams; ++column) sum = fmaf(comb[line][column], columns[column], sum);
-        lines[line] *= reciprocal(fmaf(lines[line], sum, eps));
+        under_lines[line] = sum;
+        lines[line] = reciprocal(sum);
       }
     }
 #pragma unroll
     for (int column = 0; column < kStreams; ++column) {
-      float sum = 0.0F;
+      float sum = eps * under_columns[column];
 #pragma unroll
       for (int line = 0; line < kStreams; ++line) sum = fmaf(comb[line][column], lines[line], sum);
-      columns[column] *= reciprocal(fmaf(columns[column], sum, eps));
+      under_columns[column] = sum;
+      columns[column] = reciprocal(sum);
     }
   }
 #pragma unroll

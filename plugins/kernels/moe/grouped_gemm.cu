@@ -125,7 +125,7 @@ Status moe_grouped_gemm(MoeGroupedGemmParams const& params, cudaStream_t stream)
   Workspace const workspace = cut(params.workspace, params.capacity, params.depth);
 
   CUtensorMap rows{}, weights{};
-  Status encoded = encode_byte_matrix(rows, workspace.codes, workspace.code_rows, params.depth, kBlock);
+  Status encoded = encode_byte_matrix(rows, workspace.codes, workspace.code_rows, params.depth, grouped::kHalf);
   if (encoded != Status::kSuccess) return encoded;
   encoded = encode_byte_matrix(weights, params.weight, int64_t{params.experts} * params.width, params.depth, kBlock);
   if (encoded != Status::kSuccess) return encoded;

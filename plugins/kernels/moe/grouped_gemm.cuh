@@ -7,7 +7,8 @@
 //
 // Two blocks on neighbouring multiprocessors walk together: they take two row tiles and the same columns, and each
 // copies half of the weights for both, so that the L2 cache is read a third less. An expert's last row tile, where it
-// has no partner, is taken by both with neighbouring columns; there each copies what it needs.
+// has no partner, is taken by both with neighbouring columns; there each copies what it needs. So it is where the last
+// tile has no more than 64 rows, which take half as long: a step has two of them.
 
 #include "common/cluster.cuh"
 #include "common/ptx.cuh"
@@ -29,6 +30,7 @@ inline constexpr int kHalf = 64;  // rows of one product
 // together.
 inline constexpr int kRowPairs = 16 / kPair;
 inline constexpr int kPanel = kBlock * kPanelBytes;
+inline constexpr int kHalfPanel = kHalf * kPanelBytes;
 
 struct Stage {
   uint8_t rows[kPanel];
@@ -74,13 +76,22 @@ class Walk {
   }
 
   __device__ __forceinline__ bool next(Tile& tile) {
+    if (again_) {
+      again_ = false;
+      tile.column = column_of(tile.column / kColumns + kPair);
+      return true;
+    }
     while (expert_ < operands_.experts) {
-      int32_t const row_tiles = (end_ - begin_ + kBlock - 1) / kBlock;
-      int32_t const pairs = row_tiles / kPair * column_tiles_;
-      int32_t const all = pairs + row_tiles % kPair * ((column_tiles_ + kPair - 1) / kPair);
+      int32_t const rows = end_ - begin_;
+      int32_t const rest = rows % kBlock;
+      int32_t const shorts = rest > 0 && rest <= kHalf ? 1 : 0;
+      int32_t const talls = (rows + kBlock - 1) / kBlock - shorts;
+      int32_t const pairs = talls / kPair * column_tiles_;
+      int32_t const singles = pairs + talls % kPair * ((column_tiles_ + kPair - 1) / kPair);
+      int32_t const all = singles + shorts * ((column_tiles_ + 2 * kPair - 1) / (2 * kPair));
       int32_t const local = index_ - passed_;
       if (local < all) {
-        take(tile, row_tiles, local, local - pairs);
+        take(tile, talls, local, pairs, singles);
         index_ += static_cast<int32_t>(gridDim.x) / kPair;
         return true;
       }
@@ -92,22 +103,34 @@ class Walk {
   }
 
  private:
-  __device__ __forceinline__ void take(Tile& tile, int32_t row_tiles, int32_t local, int32_t left) const {
+  static constexpr int kColumns = kGroups * kBlock;
+
+  // The last of an odd number is taken twice.
+  __device__ __forceinline__ int32_t column_of(int32_t column_tile) const {
+    return min(column_tile, column_tiles_ - 1) * kColumns;
+  }
+
+  __device__ __forceinline__ void take(Tile& tile, int32_t talls, int32_t local, int32_t pairs, int32_t singles) {
     int32_t const rank = static_cast<int32_t>(blockIdx.x) % kPair;
-    int32_t row_tile = row_tiles - 1;
-    int32_t column_tile = min(left * kPair + rank, column_tiles_ - 1);  // the last of an odd number is taken twice
-    if (left < 0) {
+    int32_t row_tile = talls;
+    if (local < pairs) {
       int32_t const row_group = local / (kRowPairs * column_tiles_);
-      int32_t const group_pairs = min(kRowPairs, row_tiles / kPair - row_group * kRowPairs);
+      int32_t const group_pairs = min(kRowPairs, talls / kPair - row_group * kRowPairs);
       int32_t const rest = local - row_group * kRowPairs * column_tiles_;
       row_tile = (row_group * kRowPairs + rest % group_pairs) * kPair + rank;
-      column_tile = rest / group_pairs;
+      tile.column = rest / group_pairs * kColumns;
+    } else if (local < singles) {
+      row_tile = talls - 1;
+      tile.column = column_of((local - pairs) * kPair + rank);
+    } else {
+      int32_t const column_tile = (local - singles) * 2 * kPair;
+      tile.column = column_of(column_tile + rank);
+      again_ = column_tile + kPair < column_tiles_;
     }
     tile.expert = expert_;
     tile.first = begin_ + row_tile * kBlock;
     tile.rows = min(kBlock, end_ - tile.first);
-    tile.column = column_tile * (kGroups * kBlock);
-    tile.together = left < 0;
+    tile.together = local < pairs;
   }
 
   // Ends come from the device: whatever they hold, no row outside the tensors is touched.
@@ -122,6 +145,7 @@ class Walk {
   int32_t expert_ = 0;
   int32_t begin_ = 0;
   int32_t end_ = 0;
+  bool again_ = false;  // the step has another tile: of the same rows, two column tiles further
 };
 
 // Place in the ring.
@@ -183,12 +207,14 @@ __device__ __forceinline__ void produce(Shared& shared, Operands const& operands
   while (walk.next(tile)) {
     int const panels = min(kGroups, (operands.width - tile.column) / kBlock);
     int32_t const weight_row = tile.expert * operands.width + tile.column;
+    bool const tall = tile.rows > kHalf;
     for (int32_t channel = 0; channel < operands.depth; channel += kBlock) {
       Stage& stage = shared.stages[slot.stage];
       uint32_t const full = ptx::shared_address(shared.full + slot.stage);
       wait(shared.empty + slot.stage, slot.parity ^ 1);
-      cluster::barrier_expect(full, static_cast<uint32_t>((1 + panels) * kPanel));
+      cluster::barrier_expect(full, static_cast<uint32_t>(panels * kPanel + (tall ? 2 : 1) * kHalfPanel));
       copy_box(stage.rows, rows, tile.first, channel, full);
+      if (tall) copy_box(stage.rows + kHalfPanel, rows, tile.first + kHalf, channel, full);
       for (int panel = 0; panel < panels; ++panel) {
         int32_t const weight = weight_row + panel * kBlock;
         if (kPair == 1 || !tile.together) {
@@ -216,13 +242,23 @@ struct Scales {
   float weight;
 };
 
-// products = 64 rows x 128 columns over 128 channels.
-__device__ __forceinline__ void multiply(float (&products)[64], uint8_t const* rows, uint8_t const* weights) {
-  uint64_t const a = wgmma::descriptor(ptx::shared_address(rows));
-  uint64_t const b = wgmma::descriptor(ptx::shared_address(weights));
+// The low word of a descriptor; the high one is the same for all.
+__device__ __forceinline__ uint32_t low_word(void const* shared) {
+  return static_cast<uint32_t>(wgmma::descriptor(ptx::shared_address(shared)));
+}
+__device__ __forceinline__ uint64_t whole(uint32_t low) {
+  uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "n"(static_cast<uint32_t>(1U << 30 | 1024U >> 4)));
+  return descriptor;
+}
+
+// products = 64 rows x 128 columns over 128 channels, of the panels that these low words describe.
+__device__ __forceinline__ void multiply(float (&products)[64], uint32_t rows, uint32_t weights) {
   wgmma::fence();
 #pragma unroll
-  for (int step = 0; step < 4; ++step) wgmma::multiply_e4m3(products, a + 2 * step, b + 2 * step, step > 0);
+  for (int step = 0; step < 4; ++step) {
+    wgmma::multiply_e4m3(products, whole(rows + 2 * step), whole(weights + 2 * step), step > 0);
+  }
   wgmma::commit();
   wgmma::wait<0>();
 }
@@ -274,57 +310,87 @@ __device__ __forceinline__ void store(float const (&sums)[64], __nv_bfloat16* ou
   }
 }
 
+// Where a thread's next scales lie: of its rows, the last of the tile in place of those that there are not, and of the
+// weight.
+struct ScaleWalk {
+  float const* rows[4];
+  float const* weight;
+  __device__ __forceinline__ Scales load(int64_t rows_step, int64_t weight_step) {
+    Scales scales;
+#pragma unroll
+    for (int index = 0; index < 4; ++index) {
+      scales.rows[index] = __ldg(rows[index]);
+      rows[index] += rows_step;
+    }
+    scales.weight = __ldg(weight);
+    weight += weight_step;
+    return scales;
+  }
+};
+
+// Sums of a tile: 128 rows, or 64 of them.
+template <bool kTall>
+__device__ __forceinline__ void sum_tile(Shared& shared, Operands const& operands, Slot& slot, ScaleWalk walk,
+                                         int blocks, int weight_blocks, uint32_t first_rows, uint32_t first_weights,
+                                         int lane, float (&sums)[2][64]) {
+  Scales next = walk.load(blocks > 1 ? operands.scale_stride : 0, blocks > 1 ? weight_blocks : 0);
+#pragma unroll 1
+  for (int block = 0; block < blocks; ++block) {
+    Scales const scales = next;
+    bool const more = block + 2 < blocks;
+    next = walk.load(more ? operands.scale_stride : 0, more ? weight_blocks : 0);
+    uint32_t const offset = static_cast<uint32_t>(slot.stage) * (sizeof(Stage) >> 4);
+    uint32_t const rows = first_rows + offset;
+    uint32_t const weights = first_weights + offset;
+    wait(shared.full + slot.stage, slot.parity);
+    float products[64];
+    multiply(products, rows, weights);
+    if (!kTall) release(shared.empty + slot.stage, lane);
+    add_scaled(sums[0], products, scales.rows[0] * scales.weight, scales.rows[1] * scales.weight);
+    if (kTall) {
+      multiply(products, rows + (kHalfPanel >> 4), weights);
+      release(shared.empty + slot.stage, lane);
+      add_scaled(sums[1], products, scales.rows[2] * scales.weight, scales.rows[3] * scales.weight);
+    }
+    slot.advance();
+  }
+}
+
 __device__ __forceinline__ void consume(Shared& shared, Operands const& operands, int group, int thread) {
   int const warp = thread / kWarp;
   int const lane = thread % kWarp;
   int const blocks = operands.depth / kBlock;
   int const weight_blocks = operands.width / kBlock;
+  uint32_t const first_rows = low_word(shared.stages[0].rows);
+  uint32_t const first_weights = low_word(shared.stages[0].weights[group]);
   Walk walk(operands);
   Tile tile;
   Slot slot;
   while (walk.next(tile)) {
     bool const wanted = tile.column + group * kBlock < operands.width;
-    bool const tall = tile.rows > kHalf;
-    int const own_row = warp * 16 + lane / 4;
-    int const below = tile.rows - own_row;  // rows of the tile from this thread's first on
-    float const* row_scale = operands.row_scales + tile.first + own_row;
-    float const* weight_scale = operands.weight_scales + int64_t{tile.expert} * blocks * weight_blocks +
-                                min(tile.column / kBlock + group, weight_blocks - 1);
-    auto const load_scales = [&] {
-      Scales scales;
-#pragma unroll
-      for (int index = 0; index < 4; ++index) {
-        int const row = index / 2 * kHalf + index % 2 * 8;
-        scales.rows[index] = row < below ? __ldg(row_scale + row) : 0.0F;
-      }
-      scales.weight = __ldg(weight_scale);
-      row_scale += operands.scale_stride;
-      weight_scale += weight_blocks;
-      return scales;
-    };
-    float sums[2][64] = {};
-    Scales next = load_scales();
-    for (int block = 0; block < blocks; ++block) {
-      Scales const scales = next;
-      if (block + 1 < blocks) next = load_scales();
-      Stage const& stage = shared.stages[slot.stage];
-      wait(shared.full + slot.stage, slot.parity);
-      float products[64];
-      if (wanted) {
-        multiply(products, stage.rows, stage.weights[group]);
-        if (!tall) release(shared.empty + slot.stage, lane);
-        add_scaled(sums[0], products, scales.rows[0] * scales.weight, scales.rows[1] * scales.weight);
-        if (tall) {
-          multiply(products, stage.rows + kHalf * kPanelBytes, stage.weights[group]);
-          release(shared.empty + slot.stage, lane);
-          add_scaled(sums[1], products, scales.rows[2] * scales.weight, scales.rows[3] * scales.weight);
-        }
-      } else {
+    if (!wanted) {
+      for (int block = 0; block < blocks; ++block) {
+        wait(shared.full + slot.stage, slot.parity);
         release(shared.empty + slot.stage, lane);
+        slot.advance();
       }
-      slot.advance();
+      continue;
     }
-    if (!wanted) continue;
+    bool const tall = tile.rows > kHalf;
+    ScaleWalk scales;
+#pragma unroll
+    for (int index = 0; index < 4; ++index) {
+      int const row = warp * 16 + lane / 4 + index / 2 * kHalf + index % 2 * 8;
+      scales.rows[index] = operands.row_scales + tile.first + min(row, tile.rows - 1);
+    }
+    scales.weight =
+        operands.weight_scales + int64_t{tile.expert} * blocks * weight_blocks + tile.column / kBlock + group;
+    float sums[2][64] = {};
+    if (tall) {
+      sum_tile<true>(shared, operands, slot, scales, blocks, weight_blocks, first_rows, first_weights, lane, sums);
+    } else {
+      sum_tile<false>(shared, operands, slot, scales, blocks, weight_blocks, first_rows, first_weights, lane, sums);
+    }
     __nv_bfloat16* const out = operands.out + int64_t{tile.first} * operands.width + tile.column + group * kBlock;
     store(sums[0], out, operands.width, tile.rows, warp, lane);
     if (tall) store(sums[1], out + int64_t{kHalf} * operands.width, operands.width, tile.rows - kHalf, warp, lane);

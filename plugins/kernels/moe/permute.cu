@@ -22,7 +22,7 @@ constexpr int kScatterThreads = 256;
 constexpr int kScatterBlocks = 132 * 4;
 constexpr int kAhead = 8;  // vectors of a row that a lane holds at once
 constexpr int kStrip = kAhead * kWarp * kVector;
-constexpr int kPrefetched = 2;  // strips of a warp
+constexpr int kPrefetched = 4;  // strips of a warp
 
 // Pairs of one block of the sort.
 int64_t pairs_a_block(int64_t pairs) {

@@ -66,12 +66,15 @@ __device__ __forceinline__ void store_latent(uint8_t* out, int lane, uint4 (&raw
       target[0] = {raw[half].x, raw[half].y};
       target[1] = {raw[half].z, raw[half].w};
     }
-    // The first rotated lane stores the padding after the last scale.
+    // The first rotated lane stores the padding between the last scale and a multiple of eight bytes.
     int const scale = half * (kHalfRow / kLatentBlock) + lane / 8;
     if (lane % 8 == 0) out[kLatentScaleOffset + scale] = coded ? static_cast<uint8_t>(exponent + 127) : 0;
   }
+  constexpr int kRest = (kPackedLatentPitch - kPackedLatentBytes) / sizeof(uint2);
+  if (lane < kRest) reinterpret_cast<uint2*>(out + kPackedLatentBytes)[lane] = {};
 }
 static_assert(kPackedLatentBytes == kLatentScaleOffset + kLatentScales + 1);
+static_assert(kPackedLatentPitch - kPackedLatentBytes <= kWarp * 8 && kPackedLatentPitch % 8 == 0);
 
 __global__ void __launch_bounds__(kLatentWarps* kWarp, 4)
     latents_kernel(NormRopePackParams const params, RowFinish const finish) {
@@ -105,7 +108,7 @@ __global__ void __launch_bounds__(kLatentWarps* kWarp, 4)
       now.raw[1] = pack_bf16(values);
     }
     if (now.target < 0 || now.target >= params.pool_rows) continue;
-    uint8_t* const out = static_cast<uint8_t*>(params.out) + now.target * kPackedLatentBytes;
+    uint8_t* const out = static_cast<uint8_t*>(params.out) + now.target * kPackedLatentPitch;
     uint32_t const first = magnitude(now.raw[0]);
     uint32_t const second = rotated ? 0 : magnitude(now.raw[1]);
     if (__all_sync(kAllLanes, first < 0x7f80U && second < 0x7f80U)) {

@@ -7,7 +7,7 @@ namespace redknot {
 // How rows of a cache are stored.
 enum class RowFormat : int32_t {
   kBFloat16 = 0,
-  kPackedLatent = 1,  // e4m3 nope, bf16 rope, ue8m0 scales
+  kPackedLatent = 1,  // e4m3 nope, bf16 rope, ue8m0 scales; rows of a pool are packed_latent_pitch bytes apart
   kPackedRow = 2,     // e4m3, fp32 scales
 };
 

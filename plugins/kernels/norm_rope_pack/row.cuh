@@ -21,7 +21,7 @@ struct RowFinish {
   float inverse_width;
   int32_t coded;    // channels stored as codes
   int32_t scales;   // byte of a packed latent row where its scales begin
-  int32_t padding;  // bytes after the scales
+  int32_t padding;  // bytes from the scales to the next row
   int64_t bytes;    // of one stored row
 };
 
@@ -43,7 +43,7 @@ inline RowFinish make_finish(void const* norm, bool norm_is_float, float const* 
   if (format == RowFormat::kPackedLatent) {
     finish.coded = width - rope_dim;
     finish.scales = width + rope_dim;
-    finish.bytes = packed_latent_bytes(width, rope_dim);
+    finish.bytes = packed_latent_pitch(width, rope_dim);
     finish.padding = static_cast<int32_t>(finish.bytes) - finish.scales - (finish.coded + 63) / 64;
   } else if (format == RowFormat::kPackedRow) {
     finish.bytes = packed_row_bytes(width);
@@ -92,7 +92,9 @@ __device__ __forceinline__ void store_packed(RowFinish const& finish, uint8_t* r
       target[0] = {raw.x, raw.y};
       target[1] = {raw.z, raw.w};
     }
-    if (static_cast<int>(block / kVector) < finish.padding) row[finish.bytes - 1 - block / kVector] = 0;
+    for (int at = channel / kVector; inside && at < finish.padding; at += finish.width / kVector) {
+      row[finish.bytes - 1 - at] = 0;
+    }
   } else {
     int const exponent = scale_exponent(lane_max<16>(peak));
     if (!coded) return;

@@ -27,8 +27,15 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(UnpackParams const par
   if (row >= params.rows) return;
   auto const* const packed = static_cast<uint8_t const*>(params.packed) + row * row_bytes;
   auto* const out = static_cast<uint4*>(params.out) + row * (params.width / kVector);
-  for (int chunk = lane; chunk < params.width / kVector; chunk += kWarp) {
-    out[chunk] = kLatent ? latent_chunk(packed, chunk) : plain_chunk(packed, chunk, params.width);
+  if constexpr (kLatent) {
+    LatentChunks chunks;
+    chunks.load(packed, lane);
+#pragma unroll
+    for (int i = 0; i < LatentChunks::kCount; ++i) out[kWarp * i + lane] = chunks.chunk(i, lane);
+  } else {
+    for (int chunk = lane; chunk < params.width / kVector; chunk += kWarp) {
+      out[chunk] = plain_chunk(packed, chunk, params.width);
+    }
   }
 }
 

@@ -18,7 +18,7 @@ from tests.support.plan_engine import VOCAB, load_for_plans, write_plan_network
 from tests.support.plans import PACKED
 from trt_redknot import ArtifactStore
 from trt_redknot.artifacts.contents import Part
-from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.config.geometry import AttentionKind, ModelGeometry
 from trt_redknot.engine import engine as engine_module
 from trt_redknot.engine.cache_rows import CacheRows
 from trt_redknot.engine.executor import OpsExecutor
@@ -113,6 +113,11 @@ class Rounded(OpsExecutor):
         entries[table.entries] = self._round(Part.ENTRIES, entries[table.entries])
         if index_keys is not None:
             index_keys[table.entries] = self._round(Part.INDEX_KEYS, index_keys[table.entries])
+
+    def turn(self, attention: AttentionKind, rows: torch.Tensor, frames: torch.Tensor) -> None:
+        super().turn(attention, rows, frames)
+        index_keys = rows.shape[1] == self._geometry.index_dim
+        rows[:] = self._round(Part.INDEX_KEYS if index_keys else Part.LATENTS, rows)
 
     def attend(self, *given: Any, tap: Any = None) -> torch.Tensor:
         *most, restored = given

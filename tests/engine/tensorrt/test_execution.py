@@ -21,7 +21,7 @@ from trt_redknot.errors import EngineError
 from trt_redknot.model.layers import Projected
 from trt_redknot.model.spec import LayerSpec
 from trt_redknot.ops.reference.backend import ReferenceOps
-from trt_redknot.ops.reference.packing import latent_row_bytes
+from trt_redknot.ops.reference.packing import latent_pitch
 from trt_redknot.ops.tables import AttentionTable, CompressTable
 from trt_redknot.ops.tensorrt.tensors import ElementType, Extent
 
@@ -121,7 +121,7 @@ def test_a_chunk_has_a_row_of_each_class(form: PlanFormat, full: int, restored: 
     stages, runtime = executor(form)
     rows, seen = full + restored, list[torch.Tensor]()
     packed = form.packed_cache
-    latent = (latent_row_bytes(G.head_dim, G.rope_dim), torch.uint8) if packed else (G.head_dim, torch.bfloat16)
+    latent = (latent_pitch(G.head_dim, G.rope_dim), torch.uint8) if packed else (G.head_dim, torch.bfloat16)
     for kind in AttentionKind:
         entries = None if kind is AttentionKind.SLIDING else meta(40, latent[0], dtype=latent[1])
         selected = meta(rows, G.index_topk, dtype=torch.int64) if kind is AttentionKind.CSA else None

@@ -15,7 +15,7 @@ from trt_redknot.engine.tensorrt.running import bind_sizes
 from trt_redknot.engine.tensorrt.samples import PlanSample
 from trt_redknot.engine.tensorrt.specification import PlanSpec, needs_other_ranks
 from trt_redknot.engine.tensorrt.verification import OutputError, reference_outputs, verify_plan, worst
-from trt_redknot.ops.reference.packing import pack_latents, pack_rows
+from trt_redknot.ops.reference.packing import pack_pool_latents, pack_rows
 from trt_redknot.ops.tensorrt.tensors import ElementType
 
 PLANS = [
@@ -42,7 +42,9 @@ class Rounding:
             if tensor.type is ElementType.INT8:
                 values = outputs[tensor.name]
                 is_key = tensor.name == "index_keys"
-                outputs[tensor.name] = pack_rows(values) if is_key else pack_latents(values, spec.geometry.rope_dim)
+                outputs[tensor.name] = (
+                    pack_rows(values) if is_key else pack_pool_latents(values, spec.geometry.rope_dim)
+                )
             if tensor.name == "faults":
                 outputs["faults"] = torch.zeros(1, dtype=torch.int32)
         return outputs

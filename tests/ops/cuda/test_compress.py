@@ -13,7 +13,7 @@ from tests.support.gpu import needs_gpu
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.cuda.elementwise import RowFormat, compress
 from trt_redknot.ops.reference import compress as reference
-from trt_redknot.ops.reference.packing import pack_latents, pack_rows
+from trt_redknot.ops.reference.packing import pack_pool_latents, pack_rows
 from trt_redknot.ops.tables import CompressTable
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -52,7 +52,7 @@ def test_entries_equal_the_reference(
     found = run(case, rope)
     assert relative_error(found, expected(case, rope)) < TOLERANCE
     if width > 64:
-        assert torch.equal(run(case, rope, RowFormat.PACKED_LATENT), pack_latents(found, 64))
+        assert torch.equal(run(case, rope, RowFormat.PACKED_LATENT), pack_pool_latents(found, 64))
     assert torch.equal(run(case, rope, RowFormat.PACKED_ROW), pack_rows(found))
 
 

@@ -13,7 +13,7 @@ from tests.support.gpu import needs_gpu
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.cuda.elementwise import RowFormat, norm_rope_pack, query_norm, rms_norm
 from trt_redknot.ops.reference import norms as reference
-from trt_redknot.ops.reference.packing import pack_latents, pack_rows
+from trt_redknot.ops.reference.packing import pack_pool_latents, pack_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SEEDS = st.integers(0, 2**31)
@@ -59,7 +59,7 @@ def test_packed_rows_are_the_packing_of_the_bf16_rows(rows: int, width: int, see
     plain = norm_rope_pack(x, weight, rope, positions, eps=EPS)
     latent = norm_rope_pack(x, weight, rope, positions, eps=EPS, row_format=RowFormat.PACKED_LATENT)
     row = norm_rope_pack(x, weight, rope, positions, eps=EPS, row_format=RowFormat.PACKED_ROW)
-    wanted = pack_latents(plain, 64)
+    wanted = pack_pool_latents(plain, 64)
     # NaN rope channels are bf16 and may carry any payload.
     nope, rope_end = width - 64, width + 64
     assert torch.equal(latent[:, :nope], wanted[:, :nope])
@@ -115,14 +115,14 @@ def test_many_packed_latents_go_straight_into_the_pool(float_norm: bool) -> None
     rope = random_rope(512, 64).to("cuda")
     positions = torch.randint(0, 520, (rows,), device="cuda", generator=generator_of(6, "cuda"))
     targets = torch.randperm(rows, device="cuda", generator=generator_of(7, "cuda")) - 50
-    pool = torch.full((rows - 90, 584), 0xA5, dtype=torch.uint8, device="cuda")
+    pool = torch.full((rows - 90, 640), 0xA5, dtype=torch.uint8, device="cuda")
     wanted = pool.clone()
     norm_rope_pack(
         x, weight, rope, positions, eps=EPS, row_format=RowFormat.PACKED_LATENT, pool=pool, pool_rows=targets
     )
     inside = (targets >= 0) & (targets < pool.shape[0])
     plain = norm_rope_pack(x, weight, rope, positions, eps=EPS)
-    wanted[targets[inside]] = pack_latents(plain, 64)[inside]
+    wanted[targets[inside]] = pack_pool_latents(plain, 64)[inside]
     assert torch.equal(pool[:, :448], wanted[:, :448])
     assert torch.equal(pool[:, 576:], wanted[:, 576:])
     # NaN rope channels are bf16 and may carry any payload.

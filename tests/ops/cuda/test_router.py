@@ -96,6 +96,46 @@ def test_random_logits_choose_what_the_reference_chooses(
     assert relative_error(chosen.gather(1, native[0]).sum(1), chosen.gather(1, native[2]).sum(1)) < SCORE_TOLERANCE
 
 
+@needs_gpu
+@settings(deadline=None, max_examples=8)
+@given(
+    rows=st.integers(65536, 65600),
+    experts=st.sampled_from([256, 384]),
+    tau=st.sampled_from([0.85, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    spread=st.sampled_from([0.1, 1.0, 20.0]),
+    bias_spread=st.sampled_from([0.0, 0.1, 0.5, 3.0]),
+    odd=st.sampled_from([None, float("nan"), float("-inf"), float("inf")]),
+    seed=SEEDS,
+)
+def test_many_rows_choose_what_the_reference_chooses(
+    rows: int,
+    experts: int,
+    tau: float,
+    dtype: torch.dtype,
+    spread: float,
+    bias_spread: float,
+    odd: float | None,
+    seed: int,
+) -> None:
+    """Rows of equal logits, and with an odd one, are held to a call of few rows, which another kernel routes."""
+    generator = generator_of(seed, "cuda")
+    logits = normal(generator, rows, experts, dtype=torch.float32).mul(spread).to(dtype)
+    bias = normal(generator, experts, dtype=torch.float32) * bias_spread
+    logits[5], logits[8190] = 0.25, -3
+    if odd is not None:
+        logits[77, 3] = logits[rows - 1, experts - 1] = odd
+    ids, weights, wanted_ids, wanted = route(logits, bias, 6, tau, "sqrtsoftplus")
+    special = torch.tensor([5, 77, 8190, rows - 1], device="cuda")
+    few_ids, few_weights, _, _ = route(logits[special].contiguous(), bias, 6, tau, "sqrtsoftplus")
+    assert torch.equal(ids[special], few_ids)
+    assert torch.allclose(weights[special], few_weights, rtol=1e-6, equal_nan=True)
+    clear = clear_rows(logits, bias, 6, tau)
+    clear[special] = False
+    assert torch.equal(ids[clear], wanted_ids[clear])
+    assert relative_error(weights[clear], wanted[clear]) < SCORE_TOLERANCE
+
+
 def clear_rows(logits: torch.Tensor, bias: torch.Tensor, top_k: int, tau: float) -> torch.Tensor:
     """Rows in which neither an order nor the side of tau that a share falls on is up to rounding."""
     unit = torch.eye(logits.shape[1], device="cuda")

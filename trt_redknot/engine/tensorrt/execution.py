@@ -80,12 +80,12 @@ class PlanExecutor:
             parts.append(rows[: len(piece)])
         return joined(parts)
 
-    def project(self, spec: LayerSpec, streams: torch.Tensor, frames: torch.Tensor) -> Projected:
+    def project(self, spec: LayerSpec, streams: torch.Tensor, positions: torch.Tensor) -> Projected:
         rows = streams.shape[0]
         least = max(1, rows)
         found = self._run(
             PlanKind(stage=Stage.PROJECT, attention=spec.attention), spec,
-            streams=padded(streams, least), frames=padded(frames, least), rope=self._rope(spec),
+            streams=padded(streams, least), frames=padded(positions, least), rope=self._rope(spec),
         )  # fmt: skip
         found = {name: tensor[:rows] for name, tensor in found.items()}
         return Projected(
@@ -210,6 +210,9 @@ class PlanExecutor:
             entries=entries,
         )  # fmt: skip
         return sums
+
+    def turn(self, attention: AttentionKind, rows: torch.Tensor, frames: torch.Tensor) -> None:
+        self._ops.turn_rows(rows, frames, self._ropes[attention])
 
     def head(self, streams: torch.Tensor) -> torch.Tensor:
         kind = PlanKind(stage=Stage.HEAD)

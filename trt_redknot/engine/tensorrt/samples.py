@@ -13,7 +13,7 @@ from trt_redknot.engine.tensorrt.stages import Stage
 from trt_redknot.engine.weights import SCALE
 from trt_redknot.ops.experts import quantise_experts
 from trt_redknot.ops.reference.numerics import rope_table
-from trt_redknot.ops.reference.packing import pack_latents, pack_rows
+from trt_redknot.ops.reference.packing import pack_pool_latents, pack_rows
 from trt_redknot.ops.tensorrt.tensors import ElementType, Extent, Size
 from trt_redknot.partition import even_split
 
@@ -149,7 +149,7 @@ class PlanSample:
 
     def _latents(self, shape: tuple[int, ...]) -> torch.Tensor:
         geometry = self.spec.geometry
-        return pack_latents(self._normal((shape[0], geometry.head_dim)), geometry.rope_dim)
+        return pack_pool_latents(self._normal((shape[0], geometry.head_dim)), geometry.rope_dim)
 
     def _experts_of_tokens(self, shape: tuple[int, ...]) -> torch.Tensor:
         order = self._uniform((shape[0], self.spec.geometry.experts)).argsort(dim=1)

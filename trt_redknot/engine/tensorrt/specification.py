@@ -12,7 +12,7 @@ from trt_redknot.engine.pool import raw_widths
 from trt_redknot.engine.tensorrt.stages import PlanKind, Stage
 from trt_redknot.engine.weights import stored_tensors
 from trt_redknot.errors import EngineError
-from trt_redknot.ops.reference.packing import latent_row_bytes, row_bytes
+from trt_redknot.ops.reference.packing import latent_pitch, row_bytes
 from trt_redknot.ops.tensorrt.tensors import ElementType, Extent, Shape, Size
 
 # Weights of a layer, by the stage that reads them; a trailing dot means all names that begin so.
@@ -154,7 +154,7 @@ class _Shapes:
 
     def latents(self, name: str, rows: Size) -> PlanTensor:
         if self.format.packed_cache:
-            shape = (rows, latent_row_bytes(self.g.head_dim, self.g.rope_dim))
+            shape = (rows, latent_pitch(self.g.head_dim, self.g.rope_dim))
             return PlanTensor(name=name, type=ElementType.INT8, shape=shape)
         return self.floats(name, rows, self.g.head_dim)
 

@@ -20,7 +20,7 @@ from trt_redknot.engine.weights import SCALE
 from trt_redknot.model.spec import LayerSpec
 from trt_redknot.ops.experts import QuantisedExperts
 from trt_redknot.ops.reference.backend import ReferenceOps
-from trt_redknot.ops.reference.packing import unpack_latents, unpack_rows
+from trt_redknot.ops.reference.packing import unpack_pool_latents, unpack_rows
 from trt_redknot.ops.tensorrt.tensors import ElementType
 
 # Root mean square of the error over that of the reference. bf16 keeps 8 bits; FP8 experts round activations to 4.
@@ -150,7 +150,7 @@ def unpacked(
     result = dict(tensors)
     for name in ("latent", "latents", "entries"):
         if name in tensors and tensors[name].dtype in (torch.int8, torch.uint8):
-            result[name] = unpack_latents(tensors[name].view(torch.uint8), g.head_dim, g.rope_dim, dtype)
+            result[name] = unpack_pool_latents(tensors[name].view(torch.uint8), g.head_dim, g.rope_dim, dtype)
     for name, width in widths.items():
         if name in tensors and tensors[name].dtype in (torch.int8, torch.uint8):
             result[name] = unpack_rows(tensors[name].view(torch.uint8), width, dtype)

@@ -34,7 +34,7 @@ def seg_latent_attention(
 
     Args:
         q_global, q_local: bf16 [R, Hg, 512], [R1, Hl, 512]: normed, not rotated.
-        latents, entries: pools of one dtype, bf16 [rows, 512] or packed uint8 [rows, 584]
+        latents, entries: pools of one dtype, bf16 [rows, 512] or packed uint8 [rows, 640]
             (:mod:`trt_redknot.ops.reference.packing`), read in place. Where rows have more than 32 heads, what they see
             of packed pools becomes bf16 in scratch memory of 1 KB a pool row.
         selected: int64 [R, k], k at most 1024, distinct in each row, -1 for none.

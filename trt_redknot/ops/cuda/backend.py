@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from trt_redknot.collectives import Collectives
 from trt_redknot.config.geometry import ModelGeometry
 from trt_redknot.errors import EngineError
-from trt_redknot.ops.cuda import attention, elementwise, indexer, moe
-from trt_redknot.ops.cuda.rows import write_rows
+from trt_redknot.ops.cuda import attention, elementwise, indexer, moe, rows
 from trt_redknot.ops.reference import projection
 from trt_redknot.ops.reference.backend import ReferenceOps
 
@@ -40,7 +39,7 @@ class CudaOps(ReferenceOps):
     hyper_connection_post = staticmethod(elementwise.hyper_connection_post)
     hyper_head = staticmethod(elementwise.hyper_head)
     route_learned = staticmethod(moe.route_learned)
-    write_rows = staticmethod(write_rows)
+    write_rows = staticmethod(rows.write_rows)
     experts = staticmethod(moe.experts)
 
     def __init__(self, collectives: Collectives, geometry: ModelGeometry) -> None:
@@ -48,6 +47,8 @@ class CudaOps(ReferenceOps):
         g = geometry
         attends = attention.attention_supported(g.head_dim, g.rope_dim, g.index_topk, torch.bfloat16)
         indexes = indexer.indexer_supported(g.index_heads, g.index_dim, g.rope_dim, g.index_topk, torch.bfloat16)
+        if g.rope_dim == rows.ROPE_DIM:
+            self.turn_rows = rows.turn_rows
         if attends:
             self.seg_latent_attention = attention.seg_latent_attention
         if indexes:

@@ -15,7 +15,7 @@ import torch
 
 from trt_redknot.errors import EngineError
 from trt_redknot.ops.cuda.library import load_kernels
-from trt_redknot.ops.reference.packing import latent_row_bytes, row_bytes
+from trt_redknot.ops.reference.packing import latent_pitch, row_bytes
 from trt_redknot.ops.tables import CompressTable
 
 
@@ -182,5 +182,5 @@ def hyper_head(
 def _empty_rows(like: torch.Tensor, rows: int, width: int, rope_dim: int, row_format: RowFormat) -> torch.Tensor:
     if row_format is RowFormat.BF16:
         return like.new_empty((rows, width))
-    size = latent_row_bytes(width, rope_dim) if row_format is RowFormat.PACKED_LATENT else row_bytes(width)
+    size = latent_pitch(width, rope_dim) if row_format is RowFormat.PACKED_LATENT else row_bytes(width)
     return like.new_empty((rows, size), dtype=torch.uint8)

@@ -34,6 +34,7 @@ class ReferenceOps:
     rms_norm = staticmethod(norms.rms_norm)
     query_norm = staticmethod(norms.query_norm)
     norm_rope_pack = staticmethod(norms.norm_rope_pack)
+    turn_rows = staticmethod(norms.turn_rows)
     hyper_connection_pre = staticmethod(hyper_connection.hyper_connection_pre)
     hyper_connection_post = staticmethod(hyper_connection.hyper_connection_post)
     hyper_head = staticmethod(hyper_connection.hyper_head)

@@ -4,6 +4,9 @@ Latent row of `head_dim` channels, the last `rope_dim` of them rotated (584 byte
 
     nope channels as e4m3 | rope channels as bf16 | one ue8m0 scale per 64 nope channels | zero pad to 8 bytes
 
+In a pool zeros follow up to a multiple of 64 bytes (640), so that every row begins where a pair of memory sectors does
+and can be copied 16 bytes at a time. In files rows follow each other.
+
 Plain row of `width` channels (Local contribution, indexer keys):
 
     channels as e4m3 | zero pad to 4 bytes | one fp32 scale per 128 channels
@@ -19,6 +22,7 @@ from __future__ import annotations
 import torch
 
 LATENT_BLOCK = 64
+POOL_ALIGNMENT = 64
 ROW_BLOCK = 128
 E4M3_MAX = 448.0
 _UE8M0_BIAS = 127
@@ -31,6 +35,11 @@ def latent_row_bytes(head_dim: int, rope_dim: int) -> int:
     """Bytes of one packed latent row."""
     nope = head_dim - rope_dim
     return _ceil_to(nope + 2 * rope_dim + _blocks(nope, LATENT_BLOCK), 8)
+
+
+def latent_pitch(head_dim: int, rope_dim: int) -> int:
+    """Bytes from one packed latent row of a pool to the next."""
+    return _ceil_to(latent_row_bytes(head_dim, rope_dim), POOL_ALIGNMENT)
 
 
 def row_bytes(width: int) -> int:
@@ -60,6 +69,18 @@ def unpack_latents(packed: torch.Tensor, head_dim: int, rope_dim: int, dtype: to
     values = _dequantise(packed[:, :nope], _as(scales, torch.float8_e8m0fnu).float(), LATENT_BLOCK)
     rope = _as(packed[:, nope:rope_end], torch.bfloat16)
     return torch.cat((values.to(dtype), rope.to(dtype)), dim=1)
+
+
+def pack_pool_latents(latents: torch.Tensor, rope_dim: int) -> torch.Tensor:
+    """The same as rows of a pool: uint8 [n, latent_pitch]."""
+    packed = pack_latents(latents, rope_dim)
+    return torch.nn.functional.pad(packed, (0, latent_pitch(latents.shape[1], rope_dim) - packed.shape[1]))
+
+
+def unpack_pool_latents(stored: torch.Tensor, head_dim: int, rope_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Latents [n, head_dim] of `dtype` from rows of a pool, uint8 [n, latent_pitch]."""
+    assert stored.shape[1] == latent_pitch(head_dim, rope_dim), tuple(stored.shape)
+    return unpack_latents(stored[:, : latent_row_bytes(head_dim, rope_dim)], head_dim, rope_dim, dtype)
 
 
 def pack_rows(values: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import Any, NoReturn, cast
 
 from trt_redknot.errors import EngineError
-from trt_redknot.ops.reference.packing import latent_row_bytes, row_bytes
+from trt_redknot.ops.reference.packing import latent_pitch, row_bytes
 from trt_redknot.ops.tables import AttentionTable, CompressTable
 from trt_redknot.ops.tensorrt.calls import serves
 from trt_redknot.ops.tensorrt.experts import ExpertOps
@@ -159,6 +159,10 @@ class EmitterOps(ExpertOps):
         )  # fmt: skip
         return selected
 
+    def turn_rows(self, *_: object, **__: object) -> NoReturn:
+        """Rows of documents are turned by the controller, outside of plans."""
+        raise EngineError("op 'turn_rows' has no implementation in the tensorrt backend")
+
     def index_salience(self, *_: object, **__: object) -> NoReturn:
         """Salience is asked for by the controller, outside of plans."""
         raise EngineError("op 'index_salience' has no implementation in the tensorrt backend")
@@ -212,7 +216,7 @@ class EmitterOps(ExpertOps):
         if row_format is RowFormat.BFLOAT16:
             return ElementType.BFLOAT16, (rows, width)
         packed_latent = row_format is RowFormat.PACKED_LATENT
-        return ElementType.INT8, (rows, latent_row_bytes(width, self._rope_dim) if packed_latent else row_bytes(width))
+        return ElementType.INT8, (rows, latent_pitch(width, self._rope_dim) if packed_latent else row_bytes(width))
 
 
 def _table_inputs(table: AttentionTable) -> dict[str, NetworkTensor]:

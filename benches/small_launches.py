@@ -23,8 +23,9 @@ from benches.common import Layout, make_table, place, random_rope, table_to
 from benches.elementwise_cases import ExpertCase, compress_case, expert_case, generator_of, mix_case, normal
 from trt_redknot.ops.cuda import elementwise, moe, packing
 from trt_redknot.ops.cuda.elementwise import RowFormat, call_op
-from trt_redknot.ops.cuda.indexer import lightning_indexer
+from trt_redknot.ops.cuda.indexer import index_salience, lightning_indexer
 from trt_redknot.ops.cuda.library import load_kernels
+from trt_redknot.ops.cuda.rows import turn_rows
 from trt_redknot.ops.experts import QuantisedExperts, quantise_experts
 from trt_redknot.ops.reference.packing import pack_latents, pack_rows
 
@@ -175,6 +176,25 @@ def _indexer() -> Outputs:
         yield lightning_indexer(q, weights, keys.cuda(), table, rope, top_k=top_k, fp8=False)
 
 
+def _index_salience() -> Outputs:
+    layout = Layout(sequences=((300, 170), (90,)), ratio=4, gap=1)
+    pools = place(layout)
+    table = table_to(make_table(layout, pools, [(0, torch.arange(455, 470))]), "cuda")
+    generator = generator_of(6, "cpu")
+    q, weights = normal(generator, 15, 64, 128).cuda(), normal(generator, 15, 64).cuda()
+    keys = normal(generator, pools.owned_entries.shape[0], 128)
+    for stored in (keys.cuda(), pack_rows(keys).cuda()):
+        yield from index_salience(q, weights, stored, table, random_rope(470, 64).cuda(), entries=118)
+
+
+def _turn_rows() -> Outputs:
+    generator = generator_of(7, "cpu")
+    for count, width in ((37, 512), (300, 128)):
+        turned = normal(generator, count, width).cuda()
+        turn_rows(turned, (torch.arange(count) % 20).cuda(), random_rope(19, 64).cuda())
+        yield turned
+
+
 def _unpack() -> Outputs:
     generator = generator_of(5, "cpu")
     yield packing.unpack_latents(pack_latents(normal(generator, 37, 512), 64).cuda())
@@ -220,6 +240,8 @@ CASES: dict[str, Callable[[], Outputs]] = {
     "moe_grouped_gemm": _grouped_gemm,
     "moe few rows": _few_experts,
     "lightning_indexer": _indexer,
+    "index_salience": _index_salience,
+    "turn_rows": _turn_rows,
     "unpack": _unpack,
 }
 

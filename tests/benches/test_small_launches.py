@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from benches import small_launches
-from trt_redknot.ops.cuda import elementwise, moe, packing
+from trt_redknot.ops.cuda import elementwise, moe, packing, rows
 
 # Attention has launches of its own, collectives have no kernel.
 OPS = {
-    "compress", "hyper_connection_post", "hyper_connection_pre", "hyper_head", "lightning_indexer", "moe_activation",
-    "moe_combine", "moe_few_rows", "moe_grouped_gemm", "moe_permute", "moe_route_hash", "moe_route_learned",
-    "norm_rope_pack", "restore_replace", "unpack",
+    "compress", "hyper_connection_post", "hyper_connection_pre", "hyper_head", "index_salience", "lightning_indexer",
+    "moe_activation", "moe_combine", "moe_few_rows", "moe_grouped_gemm", "moe_permute", "moe_route_hash",
+    "moe_route_learned", "norm_rope_pack", "restore_replace", "turn_rows", "unpack",
 }  # fmt: skip
 
 
@@ -35,8 +35,14 @@ def called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         assert q.shape[:2] == weights.shape
         return torch.zeros((q.shape[0], top_k), dtype=torch.int32)
 
-    for module in (elementwise, moe, packing, small_launches):
+    def salience(q: torch.Tensor, *_: object, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        names.add("index_salience")
+        return torch.zeros(entries), torch.zeros(entries)
+
+    for module in (elementwise, moe, packing, rows, small_launches):
         monkeypatch.setattr(module, "call_op", call_op)
+    monkeypatch.setattr(rows, "load_kernels", lambda: None)
+    monkeypatch.setattr(small_launches, "index_salience", salience)
     monkeypatch.setattr(small_launches, "lightning_indexer", indexer)
     monkeypatch.setattr(small_launches, "table_to", lambda table, device: table)
     monkeypatch.setattr(small_launches, "load_kernels", lambda: None)

@@ -127,13 +127,6 @@ __device__ __forceinline__ float lower_bound(float const (&values)[kItems], int 
   return bound;
 }
 
-// One more where `one` is larger than `other`.
-__device__ __forceinline__ void count_larger(int& count, uint64_t one, uint64_t other) {
-  asm("{\n\t.reg .pred p;\n\tsetp.gt.u64 p, %1, %2;\n\t@p add.s32 %0, %0, 1;\n\t}"
-      : "+r"(count)
-      : "l"(one), "l"(other));
-}
-
 // Chooses among the `total` experts that the team lists, by their exact scores, and writes the row.
 template <typename Logit>
 __device__ __forceinline__ void choose(RouteLearnedParams const& params, int top_k, Team& team, Logit const* logits,
@@ -162,8 +155,8 @@ __device__ __forceinline__ void choose(RouteLearnedParams const& params, int top
     ulonglong2 const rivals = *reinterpret_cast<ulonglong2 const*>(team.keys + other);
 #pragma unroll
     for (int round = 0; round < 2; ++round) {
-      count_larger(ranks[round], rivals.x, keys[round]);
-      count_larger(ranks[round], rivals.y, keys[round]);
+      ranks[round] += rivals.x > keys[round] ? 1 : 0;
+      ranks[round] += rivals.y > keys[round] ? 1 : 0;
     }
   }
 #pragma unroll
@@ -181,9 +174,7 @@ __device__ __forceinline__ void choose(RouteLearnedParams const& params, int top
 #pragma unroll
   for (int other = 0; other < top_k; ++other) {
     float const rival = __shfl_sync(kAllLanes, score, other, kLanes);
-    // Scores are not negative: they are ordered as their bits are.
-    int const least = __float_as_int(score) - (other < lane ? 1 : 0);
-    position += static_cast<int>(static_cast<uint32_t>(least - __float_as_int(rival)) >> 31);
+    position += rival > score || (rival == score && other < lane) ? 1 : 0;
   }
   __syncwarp();
   if (lane < top_k) {
@@ -203,14 +194,16 @@ __device__ __noinline__ void route_one_by_one(RouteLearnedParams const& params, 
   }
 }
 
-// Four rows from `first` on by a warp, whose teams these are. kTopK: how many are chosen, 0 where the compiler does not
-// know.
+// kTopK: how many are chosen, 0 where the compiler does not know.
 template <int kTopK, typename Logit, int kItems, bool kWhole>
-__device__ __forceinline__ void route_four_rows(RouteLearnedParams const& params, int64_t first, Team* teams) {
+__global__ void __launch_bounds__(kThreads) four_rows_kernel(__grid_constant__ RouteLearnedParams const params) {
   constexpr int kBits = 32;
   int const top_k = kTopK > 0 ? kTopK : params.top_k;
-  Team& team = teams[threadIdx.x % kWarp / kLanes];
+  __shared__ Team teams[kThreads / kLanes];
+  Team& team = teams[threadIdx.x / kLanes];
   int const lane = static_cast<int>(threadIdx.x) % kLanes;
+  int64_t const first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kTeams;
+  if (first >= params.rows) return;
   int64_t const own = first + threadIdx.x % kWarp / kLanes;
   int64_t const row = min(own, params.rows - 1);
   auto const* const logits = static_cast<Logit const*>(params.logits) + row * params.experts;
@@ -251,14 +244,6 @@ __device__ __forceinline__ void route_four_rows(RouteLearnedParams const& params
   }
   __syncwarp();
   choose(params, top_k, team, logits, total, lane, row, own < params.rows);
-}
-
-template <int kTopK, typename Logit, int kItems, bool kWhole>
-__global__ void __launch_bounds__(kThreads) four_rows_kernel(__grid_constant__ RouteLearnedParams const params) {
-  __shared__ Team teams[kThreads / kLanes];
-  int64_t const first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp * kTeams;
-  if (first >= params.rows) return;
-  route_four_rows<kTopK, Logit, kItems, kWhole>(params, first, teams + threadIdx.x / kWarp * kTeams);
 }
 
 }  // namespace redknot::router

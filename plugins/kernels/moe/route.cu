@@ -1,8 +1,6 @@
-#include <algorithm>
-
 #include "common/check.h"
+#include "kernels/moe/four_rows.cuh"
 #include "kernels/moe/launch.h"
-#include "kernels/moe/packed_look.cuh"
 #include "kernels/moe/router.cuh"
 
 namespace redknot {
@@ -58,27 +56,9 @@ Status check(Params const& params) {
 
 unsigned blocks(int64_t rows) { return static_cast<unsigned>((rows + kThreads / kWarp - 1) / (kThreads / kWarp)); }
 
-constexpr int kUsual = 6;             // experts of a row, in both geometries of DeepSeek-V4
-constexpr int64_t kManyRows = 65536;  // from which the first look pays for its table
-constexpr int64_t kMostRows = 1 << 30;
-
-template <typename Logit, int kItems>
-Status launch_packed_look(RouteLearnedParams const& params, cudaStream_t stream) {
-  int device = 0, processors = 0;
-  REDKNOT_CUDA(cudaGetDevice(&device));
-  REDKNOT_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  constexpr int64_t kRows = int64_t{router::kTeams} * router::kLookThreads / kWarp;  // of a block's turn
-  int64_t const most = int64_t{processors} * router::kLookBlocks<kItems>;
-  auto const grid = static_cast<unsigned>(std::min(most, (params.rows + kRows - 1) / kRows));
-  constexpr int kBytes = static_cast<int>(sizeof(router::LookShared<Logit, kItems>));
-  auto const kernel = router::packed_look_kernel<kUsual, Logit, kItems>;
-  REDKNOT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  kernel<<<grid, router::kLookThreads, kBytes, stream>>>(params);
-  return Status::kSuccess;
-}
-
 template <typename Logit, int kItems>
 void launch_four_rows(RouteLearnedParams const& params, cudaStream_t stream) {
+  constexpr int kUsual = 6;  // of both geometries of DeepSeek-V4
   unsigned const grid = blocks((params.rows + router::kTeams - 1) / router::kTeams);
   if (params.top_k != kUsual) {
     router::four_rows_kernel<0, Logit, kItems, false><<<grid, kThreads, 0, stream>>>(params);
@@ -90,12 +70,8 @@ void launch_four_rows(RouteLearnedParams const& params, cudaStream_t stream) {
 }
 
 template <typename Logit>
-Status launch_four_rows(RouteLearnedParams const& params, cudaStream_t stream) {
-  bool const many = params.top_k == kUsual && params.rows >= kManyRows && params.rows <= kMostRows;
-  if (many && params.experts == 32 * router::kLanes) return launch_packed_look<Logit, 32>(params, stream);
-  if (many && params.experts == 48 * router::kLanes) return launch_packed_look<Logit, 48>(params, stream);
+void launch_four_rows(RouteLearnedParams const& params, cudaStream_t stream) {
   params.experts <= 256 ? launch_four_rows<Logit, 32>(params, stream) : launch_four_rows<Logit, 64>(params, stream);
-  return Status::kSuccess;
 }
 
 }  // namespace
@@ -107,9 +83,9 @@ Status moe_route_learned(RouteLearnedParams const& params, cudaStream_t stream) 
   REDKNOT_VALID(params.bias != nullptr);
   bool const fits = router::serves_four_rows(params) && aligned(params.logits, 16) && aligned(params.bias, 16);
   if (fits && params.logits_are_float) {
-    REDKNOT_REQUIRE(launch_four_rows<float>(params, stream) == Status::kSuccess, Status::kCudaError);
+    launch_four_rows<float>(params, stream);
   } else if (fits) {
-    REDKNOT_REQUIRE(launch_four_rows<__nv_bfloat16>(params, stream) == Status::kSuccess, Status::kCudaError);
+    launch_four_rows<__nv_bfloat16>(params, stream);
   } else if (params.experts <= 256) {
     route_learned_kernel<8><<<blocks(params.rows), kThreads, 0, stream>>>(params);
   } else {

@@ -24,13 +24,6 @@ __device__ __forceinline__ float square_root(float value) {
   return result;
 }
 
-// Of a number that is not denormal.
-__device__ __forceinline__ float reciprocal(float value) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
-  return result;
-}
-
 template <int kItems>
 __device__ __forceinline__ void load_logits(void const* logits, bool is_float, int64_t row, int experts, int lane,
                                             float (&values)[kItems]) {
@@ -84,17 +77,18 @@ __device__ __forceinline__ void write_row(int top_k, int expert, float chosen, f
                                           bool exists, int64_t* ids, float* weights) {
   int const thread = static_cast<int>(threadIdx.x) % kWarp;
   int const lane = thread % kLanes;
-  float const score = lane < top_k ? chosen : 0.0F;
-  float running = score;  // of the lanes up to this one
+  float sum = lane < top_k ? chosen : 0.0F;
+  sum = lane_sum<kLanes>(sum);
+  float const weight = lane < top_k ? __fdividef(chosen, sum + kNormEps) : 0.0F;
+  float running = weight;  // inclusive prefix sum over lanes
 #pragma unroll
   for (int offset = 1; offset < kLanes; offset *= 2) {
     float const below = __shfl_up_sync(kAllLanes, running, offset, kLanes);
     if (lane >= offset) running += below;
   }
   float const total = __shfl_sync(kAllLanes, running, kLanes - 1, kLanes);
-  float const weight = score * reciprocal(total + kNormEps);
   bool const short_of_tau = lane >= kMinFanout - 1 && lane < top_k - 1 && running < tau * total;
-  unsigned const short_lanes = __ballot_sync(kAllLanes, short_of_tau) >> (thread & (kWarp - kLanes));
+  unsigned const short_lanes = __ballot_sync(kAllLanes, short_of_tau) >> (thread - lane);
   unsigned const row_lanes = kAllLanes >> (kWarp - kLanes);
   int const kept = tau >= 1.0F || top_k <= kMinFanout ? top_k : kMinFanout + __popc(short_lanes & row_lanes);
   if (lane >= top_k || !exists) return;

@@ -16,7 +16,9 @@
 #include "common/check.h"
 #include "common/ptx.cuh"
 #include "kernels/attention/loader.cuh"
-#include "kernels/attention/worker.cuh"
+#include "kernels/attention/worker_output.cuh"
+#include "kernels/attention/worker_query.cuh"
+#include "kernels/attention/worker_scores.cuh"
 
 namespace redknot::attention {
 

@@ -82,10 +82,6 @@ __device__ __forceinline__ bool barrier_test(uint32_t barrier, int parity) {
       : "memory");
   return done != 0;
 }
-// Counts as having reached such a barrier, without waiting.
-__device__ __forceinline__ void arrive_threads(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 // All warps of a warpgroup: registers a thread has from here on.
 template <int kRegisters>
 __device__ __forceinline__ void release_registers() {

@@ -17,7 +17,7 @@ from trt_redknot.engine.pool import CachePool, SequenceState, raw_widths
 from trt_redknot.engine.rowset import RowSet
 from trt_redknot.engine.tables import ExtraRow
 from trt_redknot.engine.tiles import ArtifactReader, DirectReads, Piece, Read, TileSource
-from trt_redknot.engine.uploads import ArrayBatch
+from trt_redknot.engine.uploads import ArrayBatch, upload
 from trt_redknot.observability.events import Tier
 from trt_redknot.request.segments import Segment, SegmentKind
 
@@ -49,6 +49,7 @@ class Documents:
         self._device = device
         self._source = source or DirectReads(dtype, device)
         self._wholes: dict[tuple[AttentionKind, bool], tuple[Whole, ...]] = {}
+        self._frames: dict[tuple[tuple[int, int], ...], torch.Tensor] = {}
 
     @property
     def moved(self) -> Mapping[Tier, int]:
@@ -113,7 +114,7 @@ class Documents:
     def _whole(self, part: Part, ratio: int, documents: Sequence[tuple[Segment, ArtifactReader]]) -> Whole:
         pieces = []
         spans: list[tuple[int, int]] = []
-        frames: list[list[NDArray[np.int64]]] = []
+        begins: list[tuple[tuple[int, int], ...]] = []
         for segment, reader in documents:
             if part is Part.LATENTS:
                 first, count = segment.start, segment.length
@@ -123,12 +124,24 @@ class Documents:
             pieces.append(Piece(reader=reader, rows=count))
             if not spans or sum(spans[-1]) != first:
                 spans.append((first, 0))
-                frames.append([])
+                begins.append(())
             spans[-1] = (spans[-1][0], spans[-1][1] + count)
-            frames[-1].append(np.full(count, segment.start))
+            begins[-1] = (*begins[-1], (segment.start, count))
         targets = tuple(slice(first, first + count) for first, count in spans)
-        there = ArrayBatch([np.concatenate(of_target) for of_target in frames]).upload(self._device)
-        return Whole(part=part, pieces=tuple(pieces), targets=targets, frames=tuple(there))
+        return Whole(
+            part=part, pieces=tuple(pieces), targets=targets, frames=tuple(self._frames_of(each) for each in begins)
+        )
+
+    def _frames_of(self, begins: tuple[tuple[int, int], ...]) -> torch.Tensor | None:
+        """Where the document of each row begins, of positions and numbers of rows. Made once for all layers that keep
+        as many; None where nothing is to be turned."""
+        if not any(start for start, _ in begins):
+            return None
+        found = self._frames.get(begins)
+        if found is None:
+            starts, counts = np.array(begins, dtype=np.int64).T
+            found = self._frames[begins] = upload(np.repeat(starts, counts), self._device)
+        return found
 
     def _whole_reads(self, layer: int, *, only_prefix: bool) -> list[Read]:
         return [
@@ -162,8 +175,10 @@ class Documents:
             # One launch: every kind of row, and where they are read one by one every document, is a tensor.
             torch._foreach_copy_(targets, values)
         kind = self._geometry.attention_kinds[layer]
-        for whole in () if only_prefix else self._wholes_of(layer, only_prefix=only_prefix):
+        for whole in self._wholes_of(layer, only_prefix=only_prefix):
             for rows, frames in zip(whole.targets, whole.frames, strict=True):
+                if frames is None:
+                    continue
                 offset = offsets[whole.part]
                 there = tables[whole.part][offset + rows.start : offset + rows.stop]
                 numbers = pool.rows.values(whole.part, there)

@@ -59,13 +59,14 @@ class Whole:
 
     Attributes:
         targets: rows of the table, in the order of the pieces; those of neighbours are one slice.
-        frames: by target, int64 [rows] on the device: the request position that the row's document begins at.
+        frames: by target, int64 [rows] on the device: the request position that the row's document begins at; None
+            where that is 0 for all rows.
     """
 
     part: Part
     pieces: tuple[Piece, ...]
     targets: tuple[slice, ...]
-    frames: tuple[torch.Tensor, ...]
+    frames: tuple[torch.Tensor | None, ...]
 
 
 def _put(target: torch.Tensor, places: torch.Tensor | slice, values: torch.Tensor) -> None:

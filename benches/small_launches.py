@@ -1,4 +1,4 @@
-"""Small launches of every byte-moving op, of the experts and of the Indexer, for compute-sanitizer.
+"""Small launches of every op, for compute-sanitizer.
 
 Inputs are copied from the host, so that initcheck knows what was written. A case walks the paths of one kernel: ragged
 ends, buffers that are filled more than once. One process a case, as the tools keep records of every access:
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from benches.common import Layout, make_table, place, random_rope, table_to
+from benches.common import Layout, attention_case, make_table, place, random_rope, table_to
 from benches.elementwise_cases import ExpertCase, compress_case, expert_case, generator_of, mix_case, normal
 from trt_redknot.ops.cuda import elementwise, moe, packing
+from trt_redknot.ops.cuda.attention import seg_latent_attention
 from trt_redknot.ops.cuda.elementwise import RowFormat, call_op
 from trt_redknot.ops.cuda.indexer import index_salience, lightning_indexer
 from trt_redknot.ops.cuda.library import load_kernels
@@ -176,6 +177,45 @@ def _indexer() -> Outputs:
         yield lightning_indexer(q, weights, keys.cuda(), table, rope, top_k=top_k, fp8=False)
 
 
+def _attention(
+    heads: tuple[int, int], *, ratio: int, top_k: int | None, last: int, other: int = 0,
+    sequences: tuple[tuple[int, ...], ...] = ((150, 90), (60,)), window: int = 64,
+) -> Outputs:  # fmt: skip
+    """The last rows of the first sequence, and a row of the other one."""
+    length = sum(sequences[0])
+    rows = [(0, torch.arange(length - last, length)), *([(1, torch.arange(50, 50 + other))] if other else [])]
+    for packed in (True, False):
+        case = attention_case(
+            Layout(sequences=sequences, ratio=ratio, gap=1), rows, full_rows=last, heads=heads, top_k=top_k,
+            packed=packed, device="cpu", seed=1,
+        )  # fmt: skip
+        on_gpu, table = up(case), table_to(case.table, "cuda")
+        yield from seg_latent_attention(
+            on_gpu.q_global, on_gpu.q_local, table, on_gpu.latents, on_gpu.entries, on_gpu.selected,
+            on_gpu.sinks_global, on_gpu.sinks_local, on_gpu.rope, window=window,
+        )  # fmt: skip
+
+
+def _attention_columns(groups: int) -> Outputs:
+    """Rows that select: a unit is a row, and blocks have as many columns as a row has heads. With eight heads also the
+    sliding window alone."""
+    heads, last = (groups, 7 * groups), 16 // groups + 2
+    yield from _attention(heads, ratio=4, top_k=64, last=last, other=1)
+    if groups == 1:
+        yield from _attention(heads, ratio=0, top_k=None, last=last)
+
+
+def _attention_few() -> Outputs:
+    yield from _attention((1, 7), ratio=4, top_k=64, last=2)
+    yield from _attention((1, 7), ratio=16, top_k=None, last=1)
+
+
+def _attention_many_heads() -> Outputs:
+    """Packed pools are decoded by a launch before: followed by the tools as well, or what it writes looks unwritten."""
+    yield from _attention((8, 56), ratio=4, top_k=64, last=4, other=1)
+    yield from _attention((8, 56), ratio=16, top_k=None, last=4)
+
+
 def _index_salience() -> Outputs:
     layout = Layout(sequences=((300, 170), (90,)), ratio=4, gap=1)
     pools = place(layout)
@@ -239,6 +279,15 @@ CASES: dict[str, Callable[[], Outputs]] = {
     "moe_permute, moe_activation, moe_combine": _permute_and_combine,
     "moe_grouped_gemm": _grouped_gemm,
     "moe few rows": _few_experts,
+    "attention 8 columns": lambda: _attention_columns(1),
+    "attention 16 columns": lambda: _attention_columns(2),
+    "attention 32 columns": lambda: _attention_columns(4),
+    # Rows in blocks of 64 columns: from 2112 rows of eight heads on.
+    "attention 64 columns": lambda: _attention(
+        (1, 7), ratio=128, top_k=None, last=2120, sequences=((1300, 820),), window=16
+    ),
+    "attention many heads": _attention_many_heads,
+    "attention few rows": _attention_few,
     "lightning_indexer": _indexer,
     "index_salience": _index_salience,
     "turn_rows": _turn_rows,

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from benches import small_launches
-from trt_redknot.ops.cuda import elementwise, moe, packing, rows
+from trt_redknot.ops.cuda import attention, elementwise, moe, packing, rows
 
-# Attention has launches of its own, collectives have no kernel.
+# Collectives have no kernel.
 OPS = {
     "compress", "hyper_connection_post", "hyper_connection_pre", "hyper_head", "index_salience", "lightning_indexer",
     "moe_activation", "moe_combine", "moe_few_rows", "moe_grouped_gemm", "moe_permute", "moe_route_hash",
-    "moe_route_learned", "norm_rope_pack", "restore_replace", "turn_rows", "unpack",
+    "moe_route_learned", "norm_rope_pack", "restore_replace", "seg_latent_attention", "turn_rows", "unpack",
 }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         names.add("index_salience")
         return torch.zeros(entries), torch.zeros(entries)
 
-    for module in (elementwise, moe, packing, rows, small_launches):
+    for module in (attention, elementwise, moe, packing, rows, small_launches):
         monkeypatch.setattr(module, "call_op", call_op)
     monkeypatch.setattr(rows, "load_kernels", lambda: None)
     monkeypatch.setattr(small_launches, "index_salience", salience)

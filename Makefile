@@ -4,6 +4,7 @@
 #   make format   rewrite sources in the project's style    make venv     the environment only
 #   make plugins  build the CUDA and TensorRT libraries     make clean    remove what the targets made
 #   make lock     write requirements/constraints.txt from the environment
+#   make tools    build the CUDA libraries for compute-sanitizer, in build/tools/lib
 # Settings: PYTHON (interpreter that makes the environment), VENV (where it goes), TEST_WORKERS, PYTEST_ARGS.
 # Where nvcc is, make test compiles the libraries too, beside the installation and the checks of style and types, which
 # keep one core busy each.
@@ -36,10 +37,10 @@ PRESENT = $(wildcard $(SOURCES))
 TYPED = trt_redknot $(wildcard build_engine.py run/*.py examples/*.py examples/*/*.py)
 CUDA_SOURCES = $(shell find plugins -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \) 2>/dev/null)
 
-.PHONY: help demo test lint format venv plugins kernels compiled lock clean
+.PHONY: help demo test lint format venv plugins tools kernels compiled lock clean
 
 help:
-	@sed -n '2,7s/^# \{0,1\}//p' Makefile
+	@sed -n '2,8s/^# \{0,1\}//p' Makefile
 
 demo: venv
 	@$(BIN)/python run/demo.py
@@ -100,6 +101,9 @@ $(STAMP): | $(TOOLS)
 
 plugins: venv
 	@$(BIN)/python setup.py build_plugins
+
+tools: venv
+	@$(BIN)/python setup.py build_plugins --for-tools
 
 kernels: $(TOOLS)
 	@if command -v nvcc >/dev/null; then MAKEFLAGS=--no-print-directory $(BIN)/python setup.py build_plugins --kernels-only; fi

@@ -38,12 +38,14 @@ class BuildPlugins(Command):
         ("cmake-args=", None, "more arguments for cmake, for example -DTENSORRT_ROOT=/opt/tensorrt"),
         ("jobs=", "j", "parallel compile jobs"),
         ("kernels-only", None, "compile the kernels, which need neither torch nor TensorRT, and put nothing anywhere"),
+        ("for-tools", None, "compile for tools that instrument every access, into build/tools/lib"),
     ]
-    boolean_options = ["kernels-only"]  # noqa: RUF012 (the attribute of setuptools.Command)
+    boolean_options = ["kernels-only", "for-tools"]  # noqa: RUF012 (the attribute of setuptools.Command)
 
     def initialize_options(self) -> None:
         self.cmake_args = ""
         self.kernels_only = False
+        self.for_tools = False
         self.jobs: str | None = None
         self.build_lib: str | None = None
         self.editable_mode = False
@@ -83,7 +85,7 @@ class BuildPlugins(Command):
         return {}
 
     def _compile(self, target: Path) -> None:
-        work = ROOT / "build" / "plugins"
+        work = ROOT / "build" / ("tools" if self.for_tools else "plugins")
         libraries = work / "lib"
         jobs = self.jobs or str(os.cpu_count() or 1)
         adapters = "OFF" if self.kernels_only else "ON"
@@ -97,7 +99,8 @@ class BuildPlugins(Command):
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={libraries}",
             f"-DREDKNOT_PYTHON={sys.executable}",
             f"-DREDKNOT_TORCH={adapters}",
-            f"-DREDKNOT_TENSORRT={adapters}",
+            f"-DREDKNOT_TENSORRT={'OFF' if self.for_tools else adapters}",
+            f"-DREDKNOT_FOR_TOOLS={'ON' if self.for_tools else 'OFF'}",
             *self.cmake_args.split(),
         ]
         build = ["cmake", "--build", str(work), "--parallel", jobs]
@@ -110,7 +113,7 @@ class BuildPlugins(Command):
                     f"{' '.join(command)} failed, see its output above. "
                     "To install without the plugins: TRT_REDKNOT_PLUGINS=off pip install ."
                 )
-        if self.kernels_only:
+        if self.kernels_only or self.for_tools:
             return
         destination = target / "trt_redknot" / "lib"
         destination.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,13 @@
 """Small launches of every op, for compute-sanitizer.
 
 Inputs are copied from the host, so that initcheck knows what was written. A case walks the paths of one kernel: ragged
-ends, buffers that are filled more than once. One process a case, as the tools keep records of every access:
+ends, buffers that are filled more than once. `python -m benches.sanitize` runs the tools over all of them, one process
+a case, as they keep records of every access:
 
     compute-sanitizer --tool racecheck --kernel-name kns=redknot python -m benches.small_launches moe_route_learned
 
 Kernels whose blocks wait for each other do not end under racecheck in reasonable time: every look at a barrier is
-recorded. A library built with -DREDKNOT_FOR_TOOLS=ON looks seldom, and in it one cluster of hyper_connection_pre walks
-all rows.
+recorded. The libraries of `make tools` look seldom, and in them one cluster of hyper_connection_pre walks all rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -242,6 +243,24 @@ def _unpack() -> Outputs:
         yield packing.unpack_rows(pack_rows(normal(generator, 5, width)).cuda(), width)
 
 
+def _unwritten_input() -> Outputs:
+    elementwise.query_norm(torch.empty((9, 8, 512), dtype=torch.bfloat16, device="cuda"), eps=EPS)
+    yield torch.zeros(1)
+
+
+def _input_cut_short() -> Outputs:
+    """Nine rows of memory that are said to be eighteen."""
+    memory = torch.zeros((9, 8, 512), dtype=torch.int16).cuda()
+
+    class Said:
+        __cuda_array_interface__ = {  # noqa: RUF012 (torch reads this attribute)
+            "data": (memory.data_ptr(), False), "shape": (18, 8, 512), "typestr": "<i2", "version": 2,
+        }  # fmt: skip
+
+    elementwise.query_norm(torch.as_tensor(Said(), device="cuda").view(torch.bfloat16), eps=EPS)
+    yield torch.zeros(1)
+
+
 def _experts(rows: int, held: int, hidden: int, width: int) -> ExpertCase:
     return expert_case(rows, hidden, width, total=64, held=held, first=8, top_k=6, dropped=0.2, seed=3, device="cpu")
 
@@ -293,22 +312,34 @@ CASES: dict[str, Callable[[], Outputs]] = {
     "turn_rows": _turn_rows,
     "unpack": _unpack,
 }
+# Their blocks wait for each other.
+WAITING = frozenset(
+    name for name in CASES if name.startswith(("hyper_connection_pre 4096", "hyper_connection_pre 7168"))
+)
+# What a tool has to report, by tool.
+_WRONG: dict[str, tuple[str, Callable[[], Outputs]]] = {
+    "control: an input that nobody wrote": ("initcheck", _unwritten_input),
+    "control: an input that ends early": ("memcheck", _input_cut_short),
+}
+CONTROLS = {name: tool for name, (tool, _) in _WRONG.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help="left out: all; --list names them")
     parser.add_argument("--list", action="store_true", help="names the cases and launches nothing")
+    parser.add_argument("--library", type=Path, metavar="DIR", help="libraries of another build than the package's")
     options = parser.parse_args()
     if options.list:
-        print("\n".join(CASES))
+        print("\n".join([*CASES, *CONTROLS]))
         return
+    known = CASES | {name: make for name, (_, make) in _WRONG.items()}
     for name in options.cases:
-        if name not in CASES:
+        if name not in known:
             parser.error(f"{name!r} is no case, --list names them")
-    load_kernels()
+    load_kernels(options.library)
     for name in options.cases or CASES:
-        outputs = list(CASES[name]())
+        outputs = list(known[name]())
         for output in outputs:
             if output.is_floating_point() and not bool(output.cpu().isfinite().all()):
                 raise SystemExit(f"{name}: an output is not finite")

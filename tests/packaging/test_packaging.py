@@ -99,7 +99,7 @@ def test_the_files_that_are_to_come_first_are_there() -> None:
     assert [name for name in LONG if not (FOLDER / name).is_file()] == []
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "lint", "format", "venv", "plugins", "lock", "clean"])
+@pytest.mark.parametrize("target", ["demo", "test", "lint", "format", "venv", "plugins", "tools", "lock", "clean"])
 def test_makefile_has_the_target_and_each_needs_only_the_environment(target: str) -> None:
     finished = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
@@ -203,6 +203,20 @@ def test_kernels_are_built_before_anything_else_is_installed(checkout: Path, tmp
     configure = (tools / "calls").read_text(encoding="utf-8").splitlines()[2]
     assert "-DREDKNOT_TORCH=ON" in configure
     assert "-DREDKNOT_TENSORRT=ON" in configure
+
+
+def test_libraries_for_tools_stay_apart_from_those_in_use(checkout: Path, tmp_path: Path) -> None:
+    with_plugins(checkout)
+    tools = fake_tools(tmp_path / "tools")
+    built = build_plugins(checkout, tools, "--for-tools")
+    assert built.returncode == 0, built.stderr
+    configure, compile_all = (tools / "calls").read_text(encoding="utf-8").splitlines()
+    assert "-DREDKNOT_FOR_TOOLS=ON" in configure
+    assert "-DREDKNOT_TORCH=ON" in configure
+    assert f"--build {checkout / 'build' / 'tools'}" in compile_all
+    assert not (checkout / "trt_redknot" / "lib").exists()
+    assert build_plugins(checkout, tools).returncode == 0
+    assert "-DREDKNOT_FOR_TOOLS=OFF" in (tools / "calls").read_text(encoding="utf-8").splitlines()[2]
 
 
 def test_a_failed_compilation_is_an_error(checkout: Path, tmp_path: Path) -> None:

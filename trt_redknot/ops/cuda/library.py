@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import resources
 from pathlib import Path
 
@@ -26,16 +25,20 @@ def kernels_present(folder: Path | None = None) -> bool:
     return all((where / name).is_file() for name in (TORCH_LIBRARY, KERNEL_LIBRARY))
 
 
-@cache
+_loaded: set[Path] = set()
+
+
 def load_kernels(folder: Path | None = None) -> None:
     """Register the ops of the kernel library as `torch.ops.redknot`. Works without a GPU; calling an op does not.
 
     Args:
-        folder: where the libraries are; left out: :func:`library_folder`.
+        folder: where the libraries are; left out: those that are loaded, or else :func:`library_folder`.
 
     Raises:
         EngineError: a library is missing, or this torch cannot load it.
     """
+    if _loaded and (folder is None or folder in _loaded):
+        return
     where = library_folder() if folder is None else folder
     for name in (KERNEL_LIBRARY, TORCH_LIBRARY):
         if not (where / name).is_file():
@@ -50,6 +53,7 @@ def load_kernels(folder: Path | None = None) -> None:
             path=where / TORCH_LIBRARY,
             remedy=_REMEDY,
         ) from error
+    _loaded.add(where)
 
 
 def refuse_unless(condition: bool, problem: str, *, expected: object, found: object) -> None:

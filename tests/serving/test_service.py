@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,9 @@ def test_answers_are_those_of_the_engine_alone(bench: Bench, serve: Serve) -> No
         segments = [{"artifact": first}, {"artifact": second}, {"tokens": ids(5 + number)}]
         requests.append(ask(segments, 3 + number, reuse=number % 2 == 0, request_id=f"number {number}"))
     answers: dict[int, list[object]] = {}
+    rows: Counter[tuple[str, str]] = Counter()
+    experts: Counter[int] = Counter()
+    late = 0.0
 
     def client(number: int) -> None:
         answers[number] = list(service.submit(requests[number]))
@@ -68,6 +72,12 @@ def test_answers_are_those_of_the_engine_alone(bench: Bench, serve: Serve) -> No
         assert list(done.tokens) == wanted.tokens
         assert done.report["arm"] == wanted.report.arm == ("recompute" if number % 2 else "reuse")
         assert done.report["rows"] == wanted.report.to_json()["rows"]
+        for row_class in ("protected", "active", "omitted"):
+            rows[wanted.report.arm, row_class] += getattr(wanted.report.rows, row_class)
+        experts.update(dict(enumerate(wanted.report.k_histogram)))
+        timings = done.report["timings"]
+        assert isinstance(timings, dict)
+        late += timings["late_s"]
         assert done.report["request_id"] == f"number {number}"
         assert done.text == "".join(event.text for event in tokens) + done.tail
         times = done.report["serving"]
@@ -79,6 +89,13 @@ def test_answers_are_those_of_the_engine_alone(bench: Bench, serve: Serve) -> No
         assert counted["redknot_requests_total", kind, "completed"] == 3
         assert counted["redknot_answers_total", arm] == 3
         assert counted["redknot_ttft_seconds_count", arm] == counted["redknot_tpot_seconds_count", arm] == 3
+    assert {labels: counted["redknot_rows_total", *labels] for labels in rows} == rows
+    assert rows["reuse", "omitted"] > 0
+    assert {k: counted["redknot_expert_rows_total", str(k)] for k in experts if k} == {
+        k: experts[k] for k in experts if k
+    }
+    assert experts.total() > 0
+    assert counted["redknot_prefetch_late_seconds_total",] == pytest.approx(late)
     assert counted["redknot_generated_tokens_total",] == sum(3 + number for number in range(6))
     assert counted["redknot_admitted_total",] == 3
     while (health := service.health()).running:

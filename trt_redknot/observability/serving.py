@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from trt_redknot.reports.report import Report
+
 _TTFT_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _TPOT_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 # What was asked for, and what ran.
 _KINDS = ("reuse", "recompute", "build")
 _ARMS = ("reuse", "recompute")
+_ROW_CLASSES = ("protected", "active", "omitted")
 
 
 class ServingMetrics:
@@ -40,6 +43,17 @@ class ServingMetrics:
             "redknot_tpot_seconds", "Seconds a token after the first, mean of an answer, by arm.", ["arm"],
             buckets=_TPOT_SECONDS, registry=registry,
         )  # fmt: skip
+        self._rows = Counter(
+            "redknot_rows", "Prompt rows of answered requests, by arm and class.", ["arm", "class"], registry=registry
+        )
+        self._experts = Counter(
+            "redknot_expert_rows", "Prompt rows of reusable layers with a learned router, by experts that they ran.",
+            ["experts"], registry=registry,
+        )  # fmt: skip
+        self._late = Counter(
+            "redknot_prefetch_late_seconds", "Seconds that prompts waited for tiles that were read ahead.",
+            registry=registry,
+        )  # fmt: skip
         self._waiting = Gauge("redknot_waiting_requests", "Requests in the queue.", registry=registry)
         self._running = Gauge(
             "redknot_running_requests", "Requests and builds that hold cache rows.", registry=registry
@@ -53,18 +67,27 @@ class ServingMetrics:
             self._answers.labels(arm=arm)
             self._ttft.labels(arm=arm)
             self._tpot.labels(arm=arm)
+            for row_class in _ROW_CLASSES:
+                self._rows.labels(arm, row_class)
         for built in ("yes", "no"):
             self._documents.labels(built=built)
 
     def ended(self, outcome: str, kind: str) -> None:
         self._requests.labels(outcome=outcome, kind=kind).inc()
 
-    def answered(self, arm: str, *, ttft_s: float, tpot_s: float | None) -> None:
+    def answered(self, report: Report, *, ttft_s: float, tpot_s: float | None) -> None:
         """Args: tpot_s: None for an answer of one token."""
+        arm = report.arm
         self._answers.labels(arm=arm).inc()
         self._ttft.labels(arm=arm).observe(ttft_s)
         if tpot_s is not None:
             self._tpot.labels(arm=arm).observe(tpot_s)
+        for row_class in _ROW_CLASSES:
+            self._rows.labels(arm, row_class).inc(getattr(report.rows, row_class))
+        for experts, count in enumerate(report.k_histogram):
+            if experts:
+                self._experts.labels(str(experts)).inc(count)
+        self._late.inc(report.timings.late_s)
 
     def generated(self, tokens: int) -> None:
         self._tokens.inc(tokens)

@@ -199,7 +199,7 @@ class Conductor:
         report, times = response.report, job.times
         assert times.first_token is not None
         ttft_s, tpot_s = times.first_token - times.submitted, times.tpot_s(len(job.tokens))
-        self.metrics.answered(report.arm, ttft_s=ttft_s, tpot_s=tpot_s)
+        self.metrics.answered(report, ttft_s=ttft_s, tpot_s=tpot_s)
         stopped = job.text.stopped or response.finish_reason == "stop"
         self._done(
             job,

@@ -7,8 +7,9 @@ NCCL:
     python run/bench_ttft.py --length 65536
     mpirun -n 2 python -m mpi4py run/bench_ttft.py --length 65536 --layers 9
 
-First the arms are checked on a smaller network: a request whose rows are all protected against recomputation, at every
-row. Where they differ by more than recomputations differ from each other, that is shown at once, and the command fails.
+First the arms are checked on a smaller network: rows of a request whose rows are all protected must be those of
+recomputation, bit for bit, and a question behind an artifact hardly further from it than recomputations are from each
+other. Where they are not, that is shown at once, and the command fails.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _STEPS = 4000
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="""\b
 Examples:
-  python run/train_nano.py --output work/nano --minutes 9.5 --device cuda --compile     the first of its three runs
+  python run/train_nano.py --output work/nano --minutes 9.5 --device cuda --compile     the first of its four runs
   python run/train_nano.py --output work/nano --minutes 14 --device cuda --pause-after 8
                                              stops after 8 minutes; the same command goes on where it stopped
   python run/train_nano.py --output work/tiny --small --steps 200 --tokens 2048         a few minutes on a CPU

@@ -27,7 +27,8 @@ class ServingConfig(BaseModel):
         capacity_bytes: quota of every namespace of the store; None: only the disk limits it.
         max_queue: requests that wait at most; the next one is refused with `queue_full`.
         max_batch: sequences that are decoded together, and requests that hold cache rows at once.
-        cache_tokens: rows of the cache pool, prompts and answers together; None: the engine's own longest request.
+        cache_tokens: rows of the cache pool, prompts and answers together; None: the engine's own longest
+            request, at most 65536.
         max_prefills: requests and builds whose prompt rows run by turns.
         prefill_steps: steps of prompts between two decode steps; a step is one row chunk's projection or attention in
             one layer.

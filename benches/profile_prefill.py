@@ -10,9 +10,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trt_redknot.artifacts.formats import ArtifactFormat
+from trt_redknot.cli.command import run_command
 from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.config.released import released_geometry
 from trt_redknot.engine.decode import Decoder
+from trt_redknot.engine.loading import find_device
 from trt_redknot.engine.lookahead import Asked, DecodeSteps
 from trt_redknot.engine.pool import SequenceState
 from trt_redknot.engine.tiles import TileOptions
@@ -35,7 +37,7 @@ ROOM = WARM_UP + 3 * STEPS + 1
 @torch.inference_mode()
 def main(length: int, documents: int, chunk_rows: int | None, decode_only: bool, output: Path) -> None:
     """Profile both arms."""
-    device = torch.device("cuda", 0)
+    device = find_device("cuda", None)
     geometry = released_geometry("flash")
     context = make_rank(
         geometry, StandInCollectives(0, 8), chunk_rows=chunk_rows, length=length + ROOM, dtype=torch.bfloat16,
@@ -141,4 +143,4 @@ def write(path: Path, title: str, profiled: profile) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(lambda: main(standalone_mode=False))

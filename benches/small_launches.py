@@ -337,6 +337,8 @@ def main() -> None:
     for name in options.cases:
         if name not in known:
             parser.error(f"{name!r} is no case, --list names them")
+    if not torch.cuda.is_available():
+        parser.error("no CUDA GPU was found. Run this on the machine whose kernels are to be looked at.")
     load_kernels(options.library)
     for name in options.cases or CASES:
         outputs = list(known[name]())

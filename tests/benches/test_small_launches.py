@@ -61,3 +61,12 @@ def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str], monkeypa
     with pytest.raises(SystemExit):
         small_launches.main()
     assert "--list names them" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
+def test_without_a_gpu_nothing_is_launched(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["small_launches", "turn_rows"])
+    with pytest.raises(SystemExit) as caught:
+        small_launches.main()
+    assert caught.value.code == 2
+    assert "no CUDA GPU was found" in capsys.readouterr().err

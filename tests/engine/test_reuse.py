@@ -1,4 +1,4 @@
-"""What reuse may and may not change in an answer (design sections 3 and 4)."""
+"""What reuse may and may not change in an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes per rank against the checkpoint's own count, the design's figures and sums over ranks."""
+"""Bytes per rank against the checkpoint's own count, known figures and sums over ranks."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_visible_entries_against_windows(plan: RowPlan) -> None:
 
 
 def brute_force(geometry: ModelGeometry, profile: SplitProfile, plan: RowPlan, epilogue: str) -> int:
-    """Multiply-adds row by row and layer by layer, the row classes spelled out as in the table of the design."""
+    """Multiply-adds row by row and layer by layer, the row classes spelled out as in the table of docs/policy.md."""
     kind_of = {}
     for segment in plan.segments:
         kind_of.update(dict.fromkeys(range(segment.start, segment.stop), segment.kind))

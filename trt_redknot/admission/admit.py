@@ -1,4 +1,4 @@
-"""Admission: all ranks reuse, or all ranks recompute with the same reason (design section 6)."""
+"""Admission: all ranks reuse, or all ranks recompute with the same reason (docs/policy.md)."""
 
 from __future__ import annotations
 

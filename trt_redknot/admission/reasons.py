@@ -1,4 +1,4 @@
-"""The closed list of reasons for full recomputation (design section 6)."""
+"""The closed list of reasons for full recomputation (docs/policy.md)."""
 
 from __future__ import annotations
 

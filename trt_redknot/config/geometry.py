@@ -17,7 +17,7 @@ from trt_redknot.digests import digest_json
 
 
 class AttentionKind(StrEnum):
-    """How a layer attends beyond its sliding window (design section 1)."""
+    """How a layer attends beyond its sliding window."""
 
     SLIDING = "sliding"
     CSA = "csa"

@@ -1,4 +1,4 @@
-"""The reuse policy of a request: what to protect, how much to activate, how to end (design section 4)."""
+"""The reuse policy of a request: what to protect, how much to activate, how to end (docs/policy.md)."""
 
 from __future__ import annotations
 

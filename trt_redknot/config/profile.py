@@ -1,4 +1,4 @@
-"""The split profile: which heads are Global, which layers are fences. Data, validated, hashed (design section 2)."""
+"""The split profile: which heads are Global, which layers are fences. Data, validated, hashed."""
 
 from __future__ import annotations
 

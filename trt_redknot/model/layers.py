@@ -7,7 +7,7 @@ A layer runs stage by stage over row chunks, because a row's keys may be latents
     attend    every chunk   all heads of this rank on the chunk's rows, W_a split, restoration, W_b
     mix       every chunk   own rows: streams after attention, router, experts, streams after the FFN
 
-"Own" rows are the rank's share of the residual streams (design section 9); only small per-row outputs are gathered.
+"Own" rows are the rank's share of the residual streams; only small per-row outputs are gathered.
 """
 
 from __future__ import annotations

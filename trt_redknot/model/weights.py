@@ -12,7 +12,7 @@ from trt_redknot.config.profile import SplitProfile
 def split_heads(
     tensors: dict[str, torch.Tensor], geometry: ModelGeometry, profile: SplitProfile, layer: int, first_group: int
 ) -> dict[str, torch.Tensor]:
-    """Replace q_b, sinks and o_a of a layer by their Global and Local parts (design section 2).
+    """Replace q_b, sinks and o_a of a layer by their Global and Local parts.
 
     Args:
         tensors: the rank's slice of the layer, canonical names; attn.q_b [Gr * h * D, Q], attn.sinks [Gr * h],

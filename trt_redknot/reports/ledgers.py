@@ -1,4 +1,4 @@
-"""The three counted ledgers of a request, as pure functions of its row plan (design sections 2, 4 and 7)."""
+"""The three counted ledgers of a request, as pure functions of its row plan (docs/requests.md)."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Report:
     request_id: str | None = None
 
     def __post_init__(self) -> None:
-        # A run that claims reuse but recomputed must not come into being (design section 6).
+        # A run that claims reuse but recomputed must not come into being.
         assert self.admitted == (self.arm == "reuse"), f"arm {self.arm} with admitted={self.admitted}"
         assert not (self.admitted and self.fallback_reason), f"admitted, and refused for {self.fallback_reason}"
 

@@ -1,4 +1,4 @@
-"""Which rows run: the protected set, the candidates, the active budget (design section 4).
+"""Which rows run: the protected set, the candidates, the active budget (docs/policy.md).
 
 Counts are known before anything runs; only *which* candidate windows are taken waits for the Indexer scores of the
 leading fence. A device can therefore keep its shapes fixed.

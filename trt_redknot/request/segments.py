@@ -1,4 +1,4 @@
-"""The segment table of a request: where each segment starts and what it is (design section 3). Pure data."""
+"""The segment table of a request: where each segment starts and what it is. Pure data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SegmentKind(StrEnum):
 
 
 class RowClass(IntEnum):
-    """What a row runs in the reusable layers (table of design section 4)."""
+    """What a row runs in the reusable layers (table of docs/policy.md)."""
 
     PROTECTED = 0
     ACTIVE = 1

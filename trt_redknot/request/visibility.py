@@ -1,4 +1,4 @@
-"""What a row may see of a segment table (design section 3)."""
+"""What a row may see of a segment table."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Latents stay in the frame of their segment (its first token at position 0). A row at request position p meets segment i
 rotated by p - D_i, and the segment's partial output is turned back by the same angle, so that partials of all segments
-are in one frame and merge (design section 3).
+are in one frame and merge.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routers, adaptive fanout and experts (paper section 2.1; design section 4)."""
+"""Routers, adaptive fanout and experts (docs/policy.md, "Adaptive fanout")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers, adaptive fanout and experts (docs/policy.md, "Adaptive fanout")."""
+"""Routers, adaptive fanout (docs/policy.md) and experts (paper section 2.1)."""
 
 from __future__ import annotations
 

@@ -19,13 +19,10 @@ from trt_redknot.evaluation.measured import read_measured
 if TYPE_CHECKING:
     from trt_redknot.evaluation.planning import Check, Projection
 
-# The arms of run/bench_ttft.py by name; early files name the first two by their epilogue alone.
-_FULL, _ACTIVE = ReusePolicy(budget=0.10, epilogue="full"), ReusePolicy(budget=0.10, epilogue="active")
+# The arms of run/bench_ttft.py by name, with its defaults.
 _ARMS = {
-    "full": _FULL,
-    "full, budget 10%": _FULL,
-    "active": _ACTIVE,
-    "active, budget 10%": _ACTIVE,
+    "full, budget 10%": ReusePolicy(budget=0.10, epilogue="full"),
+    "active, budget 10%": ReusePolicy(budget=0.10, epilogue="active"),
     "fast": ReusePolicy(budget=0.05, tail=4096, epilogue="active"),
 }
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trt_redknot.errors import ConfigError
 
@@ -26,13 +26,6 @@ class MeasuredPoint:
 # A bench file holds more than is read here, and newer ones hold more than older ones.
 class _Loose(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
-
-
-class _Point(_Loose):
-    length: int = Field(ge=1)
-    arm: str
-    speedup: float
-    token_rows_saved: float
 
 
 class _Ledger(_Loose):
@@ -58,19 +51,16 @@ class _Run(_Loose):
     lengths: list[_Length]
 
 
-_FILE: TypeAdapter[list[_Point] | _Run] = TypeAdapter(list[_Point] | _Run)
-
-
 def read_measured(path: Path) -> list[MeasuredPoint]:
-    """The reuse arms of a bench file, either the list of points that early versions wrote or a whole run.
+    """The reuse arms of a bench file.
 
     Raises:
-        ConfigError: unreadable, or of neither form.
+        ConfigError: unreadable, or no such file.
     """
     try:
         if path.stat().st_size > _LIMIT:
             raise ConfigError("the bench file is too large", expected=f"at most {_LIMIT} bytes", path=path)
-        found = _FILE.validate_python(json.loads(path.read_text(encoding="utf-8")))
+        found = _Run.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError("the bench file cannot be read", found=error.strerror or error, path=path) from error
     except ValidationError as error:
@@ -81,19 +71,9 @@ def read_measured(path: Path) -> list[MeasuredPoint]:
         ) from error  # fmt: skip
     except (ValueError, RecursionError) as error:
         raise ConfigError("the bench file is not JSON", found=error, path=path) from error
-    if isinstance(found, _Run):
-        return [
-            MeasuredPoint(
-                length=at.length, arm=name, speedup=arm.speedup, token_rows_saved=arm.ledgers.token_rows.share
-            )
-            for at in found.lengths
-            for name, arm in at.arms.items()
-            if name != "recompute"
-        ]
     return [
-        MeasuredPoint(
-            length=point.length, arm=point.arm, speedup=point.speedup, token_rows_saved=point.token_rows_saved
-        )
-        for point in found
-        if point.arm != "recompute"
+        MeasuredPoint(length=at.length, arm=name, speedup=arm.speedup, token_rows_saved=arm.ledgers.token_rows.share)
+        for at in found.lengths
+        for name, arm in at.arms.items()
+        if name != "recompute"
     ]

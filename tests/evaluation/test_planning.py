@@ -22,6 +22,12 @@ FLASH = released_geometry("flash")
 PROFILE = SplitProfile.default(FLASH)
 
 
+def bench_file(arms: dict[str, object]) -> dict[str, object]:
+    """What run/bench_ttft.py writes of one length, as far as it is read here."""
+    lengths = [{"length": 4096, "documents": 3, "arms": arms}]
+    return {"geometry": "flash", "layers": 43, "layers_of": 43, "lengths": lengths}
+
+
 @pytest.mark.parametrize(("name", "percent"), [("flash", 75.29), ("pro", 78.89)])
 def test_structural_ceilings(name: str, percent: float) -> None:
     geometry = released_geometry(name)  # type: ignore[arg-type]
@@ -55,13 +61,13 @@ def test_pure_omission_saves_most() -> None:
 
 
 def test_row_counts_are_those_of_the_saved_bench() -> None:
-    points = read_measured(SAVED)
+    points = read_measured(SAVED, "flash")
     assert {point.arm for point in points} == {"full, budget 10%", "active, budget 10%", "fast"}
     shortest = [point for point in points if point.length == min(point.length for point in points)]
     for point in shortest:
         if point.arm != "fast":
             policy = ReusePolicy.model_validate({"budget": 0.10, "epilogue": point.arm.split(",")[0]})
-            projected = project(FLASH, PROFILE, point.length, 8, policy)
+            projected = project(FLASH, PROFILE, point.length, point.documents, policy)
             assert projected.token_rows == pytest.approx(point.token_rows_saved, abs=1e-12)
             # Arithmetic is what cannot be bought back by anything else: the clock never gains more.
             assert 1.0 < point.speedup < projected.arithmetic_speedup
@@ -72,9 +78,10 @@ def test_what_a_bench_file_has_beside_is_left_aside(tmp_path: Path) -> None:
     full = {"speedup": 2.5, "ledgers": {"token_rows": {"saved": 3, "total": 5, "share": 0.6}}, "more": 1}
     none = {"speedup": 1.0, "ledgers": {"token_rows": {"saved": 0, "total": 5, "share": 0.0}}}
     arms = {"recompute": none, "full": full}
-    path.write_text(json.dumps({"geometry": "flash", "lengths": [{"length": 4096, "arms": arms}], "other": []}))
-    (point,) = read_measured(path)
-    assert (point.length, point.arm, point.speedup, point.token_rows_saved) == (4096, "full", 2.5, 0.6)
+    path.write_text(json.dumps(bench_file(arms) | {"other": []}))
+    (point,) = read_measured(path, "flash")
+    assert (point.length, point.documents) == (4096, 3)
+    assert (point.arm, point.speedup, point.token_rows_saved) == ("full", 2.5, 0.6)
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", '[{"length": 1}]', '[{"length": "x", "arm": 1}]', "3"])
@@ -82,17 +89,24 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bench.json"
     path.write_text(content)
     with pytest.raises(ConfigError, match=r"bench file|measured points"):
-        read_measured(path)
+        read_measured(path, "flash")
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_measured(tmp_path / "none.json")
+        read_measured(tmp_path / "none.json", "flash")
+
+
+@pytest.mark.parametrize("other", [{"geometry": "pro"}, {"layers": 9}])
+def test_files_of_another_network_are_refused(tmp_path: Path, other: dict[str, object]) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(bench_file({}) | other))
+    with pytest.raises(ConfigError, match="another network"):
+        read_measured(path, "flash")
 
 
 def test_the_command_says_that_it_projects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured = tmp_path / "bench.json"
     figures = {"speedup": 1.5, "ledgers": {"token_rows": {"share": 0.3}}}
     names = ("recompute", "full, budget 10%", "active, budget 10%", "other")
-    lengths = [{"length": 4096, "arms": dict.fromkeys(names, figures)}]
-    measured.write_text(json.dumps({"geometry": "flash", "lengths": lengths}))
+    measured.write_text(json.dumps(bench_file(dict.fromkeys(names, figures))))
     arguments = ["projections", "--length", "8192", "--documents", "4", "--measured", str(measured)]
     evaluate_command(None).main([*arguments, "--json"], standalone_mode=False)
     said = json.loads(capsys.readouterr().out)

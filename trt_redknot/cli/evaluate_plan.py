@@ -57,10 +57,10 @@ def projections_command() -> click.Command:
         policy = ReusePolicy(budget=budget, epilogue=cast('Literal["full", "active"]', epilogue))
         rows = [project(geometry, profile, length, documents, policy) for length in lengths]
         checks: list[Check] = []
-        for point in read_measured(measured) if measured is not None else []:
+        for point in read_measured(measured, name) if measured is not None else []:
             if point.arm not in _ARMS:
                 continue
-            beside = project(geometry, profile, point.length, documents, _ARMS[point.arm])
+            beside = project(geometry, profile, point.length, point.documents, _ARMS[point.arm])
             checks.append(
                 Check(
                     length=point.length, arm=point.arm, projected_rows=beside.token_rows,

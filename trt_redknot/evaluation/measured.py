@@ -18,12 +18,13 @@ class MeasuredPoint:
     """One arm at one length: speed-up of the time to first token, and the share of token-rows that its plan saved."""
 
     length: int
+    documents: int
     arm: str
     speedup: float
     token_rows_saved: float
 
 
-# A bench file holds more than is read here, and newer ones hold more than older ones.
+# A bench file holds more than is read here.
 class _Loose(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -43,19 +44,25 @@ class _Arm(_Loose):
 
 class _Length(_Loose):
     length: int = Field(ge=1)
+    documents: int = Field(ge=1)
     arms: dict[str, _Arm]
 
 
 class _Run(_Loose):
     geometry: str
+    layers: int
+    layers_of: int
     lengths: list[_Length]
 
 
-def read_measured(path: Path) -> list[MeasuredPoint]:
+def read_measured(path: Path, geometry: str) -> list[MeasuredPoint]:
     """The reuse arms of a bench file.
 
+    Args:
+        geometry: name of the released network that was to be measured.
+
     Raises:
-        ConfigError: unreadable, or no such file.
+        ConfigError: unreadable, no such file, or of another network: another geometry, or not all of its layers.
     """
     try:
         if path.stat().st_size > _LIMIT:
@@ -71,8 +78,20 @@ def read_measured(path: Path) -> list[MeasuredPoint]:
         ) from error  # fmt: skip
     except (ValueError, RecursionError) as error:
         raise ConfigError("the bench file is not JSON", found=error, path=path) from error
+    if found.geometry != geometry or found.layers != found.layers_of:
+        raise ConfigError(
+            "the bench file is of another network", expected=f"all layers of {geometry}",
+            found=f"{found.layers} of {found.layers_of} layers of {found.geometry}", path=path,
+            remedy="Name the geometry that was measured (--geometry); runs of some layers cannot be compared.",
+        )  # fmt: skip
     return [
-        MeasuredPoint(length=at.length, arm=name, speedup=arm.speedup, token_rows_saved=arm.ledgers.token_rows.share)
+        MeasuredPoint(
+            length=at.length,
+            documents=at.documents,
+            arm=name,
+            speedup=arm.speedup,
+            token_rows_saved=arm.ledgers.token_rows.share,
+        )  # fmt: skip
         for at in found.lengths
         for name, arm in at.arms.items()
         if name != "recompute"

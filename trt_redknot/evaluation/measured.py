@@ -91,7 +91,7 @@ def read_measured(path: Path, geometry: str) -> list[MeasuredPoint]:
             arm=name,
             speedup=arm.speedup,
             token_rows_saved=arm.ledgers.token_rows.share,
-        )  # fmt: skip
+        )
         for at in found.lengths
         for name, arm in at.arms.items()
         if name != "recompute"

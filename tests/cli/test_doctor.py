@@ -136,3 +136,20 @@ def test_a_launcher_that_fails_is_a_warning(tools: Path, tmp_path: Path, monkeyp
     check = checks.check_mpirun()
     assert check.status is Status.WARN
     assert check.remedy
+
+
+@pytest.mark.parametrize("bindings", [True, False])
+def test_tensorrt_without_cuda_python_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bindings: bool
+) -> None:
+    packages = ("tensorrt", "cuda", *(("cuda/bindings",) if bindings else ()))
+    for name in packages:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tensorrt", "cuda")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = checks.check_tensorrt()
+    assert found.name == "tensorrt"
+    assert found.status is (Status.OK if bindings else Status.WARN)
+    assert ("cuda-python" in found.remedy) is not bindings

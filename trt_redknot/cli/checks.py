@@ -186,9 +186,12 @@ def check_tensorrt() -> Check:
     for module in ("tensorrt", "tensorrt_lean"):
         if importlib.util.find_spec(module) is not None:
             found = _installed(module) or "version unknown"
-            lean = module == "tensorrt_lean"
-            remedy = "The lean runtime loads plugins but builds no plans." if lean else ""
-            return Check(name=module, status=Status.WARN if lean else Status.OK, found=found, remedy=remedy)
+            remedy = ""
+            if module == "tensorrt_lean":
+                remedy = "The lean runtime loads plugins but builds no plans."
+            elif importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+                remedy = "Engines of plans need cuda-python as well: pip install cuda-python"
+            return Check(name=module, status=Status.WARN if remedy else Status.OK, found=found, remedy=remedy)
     remedy = "Needed by the tensorrt backend only: install TensorRT 10 or 11."
     return Check(name="tensorrt", status=Status.WARN, found="not installed", remedy=remedy)
 

@@ -146,8 +146,10 @@ def test_tensorrt_without_cuda_python_is_a_warning(
     for name in packages:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
-    for name in [name for name in sys.modules if name.split(".")[0] in ("tensorrt", "cuda")]:
-        monkeypatch.delitem(sys.modules, name)
+    # Set first, so that what the check imports is gone after the test, whether something was there before or not.
+    for name in {*(name for name in sys.modules if name.split(".")[0] in ("tensorrt", "cuda")), "tensorrt", "cuda"}:
+        monkeypatch.setitem(sys.modules, name, sys)
+        del sys.modules[name]
     monkeypatch.syspath_prepend(tmp_path)
     found = checks.check_tensorrt()
     assert found.name == "tensorrt"

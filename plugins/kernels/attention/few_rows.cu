@@ -11,6 +11,7 @@
 #include "common/cluster_launch.h"
 #include "common/packing.cuh"
 #include "common/ptx.cuh"
+#include "common/turn.cuh"
 #include "kernels/attention/few_rows.h"
 #include "kernels/attention/shared.cuh"
 
@@ -74,10 +75,7 @@ class FewRows {
     position_ = narrow(__ldg(op_.positions + unit_.row));
     load_query();
     if (warp_ == 0) {
-      int64_t const* span = op_.row_segments + 2 * int64_t{unit_.row};
-      int64_t const segments = op_.segment_count;
-      int const first = static_cast<int>(max(int64_t{0}, min(segments, __ldg(span))));
-      int const last = static_cast<int>(max(int64_t{0}, min(segments, __ldg(span + 1))));
+      int const first = segment_bound(op_, unit_.row, 0), last = segment_bound(op_, unit_.row, 1);
       keys_.enter(0, 1, position_, narrow(__ldg(op_.visible + unit_.row)), first, last, lane_);
     }
     __syncthreads();
@@ -176,19 +174,6 @@ class FewRows {
     angles[1] = __ldg(from + 1);
   }
 
-  // Eight rope channels, turned by the angles of their pairs.
-  static __device__ __forceinline__ uint4 turned(uint4 chunk, float4 const (&two)[2], float factor) {
-    uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float2 const x = ptx::unpack_bf16(words[i]);
-      float const c = (i % 2 ? two[i / 2].z : two[i / 2].x) * factor;
-      float const s = (i % 2 ? two[i / 2].w : two[i / 2].y) * factor;
-      words[i] = ptx::pack_bf16(x.x * c - x.y * s, x.y * c + x.x * s);
-    }
-    return {words[0], words[1], words[2], words[3]};
-  }
-
   // The tile into shared memory. Keys that do not exist become zeros, which add nothing.
   __device__ __forceinline__ void place(Brought const& brought) const {
     float const inverse = 1.0f / __ldg(op_.rope);  // a constant factor of the table must not count twice
@@ -263,13 +248,11 @@ class FewRows {
 
   // Scores of head `warp` to probabilities, relative to the largest so far.
   __device__ __forceinline__ void soften() {
-    // log2(e) / sqrt(512): probabilities are powers of two from here on.
-    constexpr float kScale = 1.4426950408889634f * 0.04419417382415922f;
     float s[2], most = base_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const key = 32 * i + lane_;
-      s[i] = (shared_.scores[0][warp_][key] + shared_.scores[1][warp_][key]) * kScale;
+      s[i] = (shared_.scores[0][warp_][key] + shared_.scores[1][warp_][key]) * kScoreScale;
       if (!shared_.present[key]) s[i] = kNone;
       most = fmaxf(most, s[i]);
     }
@@ -340,9 +323,7 @@ class FewRows {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
     bool const any = most != kNone;
-    int const head = unit_.head + warp_;
-    float const sink = 1.4426950408889634f * __ldg(head < op_.global_heads ? op_.sinks_global + head
-                                                                           : op_.sinks_local + head - op_.global_heads);
+    float const sink = sink_of(op_, unit_.head + warp_);
     float const peak = fmaxf(most, sink), weight = ptx::exp2_fast(base - peak);
     float total = sum * weight, value = 0;
 #pragma unroll

@@ -57,6 +57,12 @@ __device__ __forceinline__ int narrow(int64_t value) {
   return static_cast<int>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, value)));
 }
 
+// Where the segments of a row's sequence begin, or with `which` 1 end; inside of the table, whatever the row says.
+__device__ __forceinline__ int segment_bound(SegLatentAttentionParams const& op, int64_t row, int which) {
+  int64_t const segments = op.segment_count;
+  return static_cast<int>(max(int64_t{0}, min(segments, __ldg(op.row_segments + 2 * row + which))));
+}
+
 template <typename Table>
 class Keys {
  public:

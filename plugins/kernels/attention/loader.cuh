@@ -94,12 +94,8 @@ class Loader {
   // Which rows from `begin` on form a group, and how many tiles they need.
   __device__ __forceinline__ void find(int begin) {
     int64_t const row = int64_t{unit_.row} + min(lane_, unit_.rows - 1);
-    int64_t const segments = op_.segment_count;
-    auto const segment = [&](int which) {
-      return static_cast<int>(max(int64_t{0}, min(segments, __ldg(op_.row_segments + 2 * row + which))));
-    };
-    keys_.enter(begin, unit_.rows, narrow(__ldg(op_.positions + row)), narrow(__ldg(op_.visible + row)), segment(0),
-                segment(1), lane_);
+    keys_.enter(begin, unit_.rows, narrow(__ldg(op_.positions + row)), narrow(__ldg(op_.visible + row)),
+                segment_bound(op_, row, 0), segment_bound(op_, row, 1), lane_);
     if (lane_ == 0) shared_.tiles = keys_.tiles(kTileKeys);
   }
 

@@ -11,6 +11,9 @@
 namespace redknot::attention {
 
 inline constexpr float kNone = -INFINITY;
+inline constexpr float kLog2E = 1.4426950408889634f;
+// log2(e) / sqrt(512): probabilities are powers of two of scores times this.
+inline constexpr float kScoreScale = kLog2E * 0.04419417382415922f;
 inline constexpr int kBlockChannels = 64;
 inline constexpr int kBlocks = kHeadDim / kBlockChannels;
 inline constexpr int kTileKeys = 64;
@@ -21,7 +24,7 @@ inline constexpr int kLineStride = kTileKeys * kLineBytes;
 inline constexpr int kScaleHeadroom = 4;
 // Scales this much above the reference are still taken as they are.
 inline constexpr int kScaleSlack = 3;
-// Scores (log2) this much above the base of the probabilities do not change it: 2^(4 + 3 + 8) < 65504.
+// Scores (log2) this much above the base of the probabilities do not change it; packed pools: 2^(4 + 3 + 8) < 65504.
 inline constexpr int kPeakSlack = 8;
 
 // Barriers of the block besides that of all threads: those of the first team, the next teams' follow.
@@ -136,6 +139,11 @@ struct Cursor {
     }
   }
 };
+
+// Of a head, Global ones first; in log2 units.
+__device__ __forceinline__ float sink_of(SegLatentAttentionParams const& op, int head) {
+  return kLog2E * __ldg(head < op.global_heads ? op.sinks_global + head : op.sinks_local + head - op.global_heads);
+}
 
 // Channels of a column, which belongs to a row of the unit, in q or in the output.
 template <typename P>

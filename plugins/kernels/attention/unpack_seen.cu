@@ -64,12 +64,9 @@ __device__ __forceinline__ void unpack_windows(Job const& job, int block, int wa
   Keys<WindowTable> keys(op, table, kPackedLatentPitch);
   int const first = job.first_row + block * kBlockRows, rows = min(kBlockRows, job.first_row + job.rows - first);
   int64_t const row = first + min(lane, rows - 1), before = max(first - 1, job.first_row);
-  auto const segment = [&](int64_t of, int which) {
-    int64_t const segments = op.segment_count;
-    return static_cast<int>(max(int64_t{0}, min(segments, __ldg(op.row_segments + 2 * of + which))));
-  };
   int const position = narrow(__ldg(op.positions + row)), visible = narrow(__ldg(op.visible + row));
-  int const span[2] = {segment(row, 0), segment(row, 1)}, span_before[2] = {segment(before, 0), segment(before, 1)};
+  int const span[2] = {segment_bound(op, row, 0), segment_bound(op, row, 1)};
+  int const span_before[2] = {segment_bound(op, before, 0), segment_bound(op, before, 1)};
   int64_t const high = narrow(__ldg(op.positions + before)), low = high - op.window + 1;  // the window before
   bool const follows = first > job.first_row && span[0] == span_before[0] && span[1] == span_before[1];
   for (int begin = 0; begin < rows; begin = table.group.end) {

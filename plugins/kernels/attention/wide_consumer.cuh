@@ -7,6 +7,7 @@
 // channels 2t and 2t + 1. A warp of either group has the same heads, so that probabilities are the register operand of
 // the first group; the second reads them from shared memory, with the factors of the sums so far.
 
+#include "common/turn.cuh"
 #include "kernels/attention/wide_shared.cuh"
 
 namespace redknot::attention::wide {
@@ -157,19 +158,12 @@ class Scorer : Half<0> {
   }
 
  private:
-  // Scores (log2) this much above the base of the probabilities do not change it.
-  static constexpr float kSlack = 8;
-  // log2(e) / sqrt(512): probabilities are powers of two.
-  static constexpr float kScale = 1.4426950408889634f * 0.04419417382415922f;
-
   int turned_ = 0;            // parity of the next q
   float base_[2], total_[2];  // log2 of what probabilities are relative to; sums of this thread's keys
 
   // In log2 units.
   __device__ __forceinline__ float sink(Unit const& unit, int i) const {
-    int const head = unit.head + min(16 * warp_ + 8 * i + g_, unit.heads - 1);
-    return 1.4426950408889634f *
-           __ldg(head < op_.global_heads ? op_.sinks_global + head : op_.sinks_local + head - op_.global_heads);
+    return sink_of(op_, unit.head + min(16 * warp_ + 8 * i + g_, unit.heads - 1));
   }
 
   __device__ __forceinline__ void score(float (&s)[kKeys / 8][4]) const {
@@ -203,13 +197,13 @@ class Scorer : Half<0> {
 #pragma unroll
       for (int i = 0; i < 2; ++i) most[i] = fmaxf(most[i], fmaxf(s[n][2 * i], s[n][2 * i + 1]));
     }
-    bool const grown = most[0] * kScale > base_[0] + kSlack || most[1] * kScale > base_[1] + kSlack;
+    bool const grown = most[0] * kScoreScale > base_[0] + kPeakSlack || most[1] * kScoreScale > base_[1] + kPeakSlack;
     if (!__any_sync(~0u, grown)) return false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
       most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2));
-      float const base = fmaxf(base_[i], most[i] * kScale);
+      float const base = fmaxf(base_[i], most[i] * kScoreScale);
       factor[i] = base == kNone ? 1.0f : ptx::exp2_fast(base_[i] - base);
       base_[i] = base;
       total_[i] *= factor[i];
@@ -228,7 +222,7 @@ class Scorer : Half<0> {
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] = ptx::exp2_fast(fmaf(s[n][i], kScale, -less[i / 2]));
+      for (int i = 0; i < 4; ++i) s[n][i] = ptx::exp2_fast(fmaf(s[n][i], kScoreScale, -less[i / 2]));
       total_[0] += s[n][0] + s[n][1];
       total_[1] += s[n][2] + s[n][3];
       p[n / 2][n % 2 * 2] = ptx::pack_bf16(s[n][0], s[n][1]);
@@ -320,24 +314,15 @@ class Summer : Half<1> {
     int const head = threadIdx.x % kGroupThreads / 2, half = threadIdx.x % 2;
     auto const* const angles = reinterpret_cast<float4 const*>(rope_at(op_, position)) + 8 * half;
     uint8_t* const part = shared_.query + (kParts - 1) * kPartBytes;
-    float4 pairs[8];
+    float4 pairs[4][2];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) pairs[i] = __ldg(angles + i);
+    for (int i = 0; i < 8; ++i) pairs[i / 2][i % 2] = __ldg(angles + i);
     wait(shared_.queried, queried_);
     queried_ ^= 1;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       auto* const at = reinterpret_cast<uint4*>(part + wgmma::swizzled(head, 4 * half + i));
-      uint4 const chunk = *at;
-      uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float4 const two = pairs[2 * i + j / 2];
-        float2 const x = ptx::unpack_bf16(words[j]);
-        float const c = j % 2 ? two.z : two.x, s = j % 2 ? two.w : two.y;
-        words[j] = ptx::pack_bf16(x.x * c - x.y * s, x.y * c + x.x * s);
-      }
-      *at = {words[0], words[1], words[2], words[3]};
+      *at = turned(*at, pairs[i], 1.0f);
     }
     wgmma::publish();
     arrive(shared_.turned);

@@ -65,10 +65,7 @@ class Producer {
   int parity_ = 0;  // of the copies of q
 
   __device__ __forceinline__ void enter() {
-    int64_t const segments = op_.segment_count;
-    auto const segment = [&](int which) {
-      return static_cast<int>(max(int64_t{0}, min(segments, __ldg(op_.row_segments + 2 * int64_t{row_} + which))));
-    };
+    auto const segment = [&](int which) { return segment_bound(op_, row_, which); };
     keys_.enter(0, 1, narrow(__ldg(op_.positions + row_)), narrow(__ldg(op_.visible + row_)), segment(0), segment(1),
                 lane_);
     if (lane_ == 0) shared_.tiles = keys_.tiles(kKeys);

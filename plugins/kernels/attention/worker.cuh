@@ -127,11 +127,7 @@ __device__ __forceinline__ void Worker<T, kGroup>::start() {
   if (int const column = thread_; column < T::kColumns) {
     int const row = column / unit_.heads, head = unit_.head + column - row * unit_.heads;
     shared_.column_row[column] = row < unit_.rows ? row : -1;
-    shared_.sink[column] =
-        row < unit_.rows
-            ? 1.4426950408889634f *
-                  __ldg(head < op_.global_heads ? op_.sinks_global + head : op_.sinks_local + head - op_.global_heads)
-            : 0.0f;
+    shared_.sink[column] = row < unit_.rows ? sink_of(op_, head) : 0.0f;
   }
   meet();
   place_rows(0, unit_.rows);

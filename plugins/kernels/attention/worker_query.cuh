@@ -2,6 +2,7 @@
 
 // q of a unit: codes and rope channels, or bf16.
 
+#include "common/turn.cuh"
 #include "kernels/attention/worker.cuh"
 
 namespace redknot::attention {
@@ -61,8 +62,7 @@ __device__ __forceinline__ void Worker<T, kGroup>::store_query(int column, int p
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float const c = i % 2 ? two[i / 2].z : two[i / 2].x, s = i % 2 ? two[i / 2].w : two[i / 2].y;
-      float const first = x[1][2 * i], second = x[1][2 * i + 1];
-      words[i] = ptx::pack_bf16(first * c - second * s, second * c + first * s);
+      words[i] = turned({x[1][2 * i], x[1][2 * i + 1]}, c, s);
     }
     wide[1] = {words[0], words[1], words[2], words[3]};
   }

@@ -2,6 +2,7 @@
 
 // From the keys in a stage to probabilities.
 
+#include "common/turn.cuh"
 #include "kernels/attention/worker.cuh"
 
 namespace redknot::attention {
@@ -72,16 +73,8 @@ __device__ __forceinline__ void Worker<T, kGroup>::turn(Header<T> const& header)
     uint32_t const at = rope_chunk(key, chunk);
     auto const* const angles = reinterpret_cast<float4 const*>(rope_at(op_, frame)) + 2 * chunk;
     float4 const two[2] = {__ldg(angles), __ldg(angles + 1)};
-    uint4 const words = ptx::load_shared_16(at);
-    uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float2 const x = ptx::unpack_bf16(pairs[i]);
-      float const c = (i % 2 ? two[i / 2].z : two[i / 2].x) * inverse;
-      float const s = (i % 2 ? two[i / 2].w : two[i / 2].y) * inverse;
-      pairs[i] = ptx::pack_bf16(x.x * c - x.y * s, x.y * c + x.x * s);
-    }
-    if (frame != 0) ptx::store_16(at, {pairs[0], pairs[1], pairs[2], pairs[3]});
+    uint4 const words = turned(ptx::load_shared_16(at), two, inverse);
+    if (frame != 0) ptx::store_16(at, words);
   }
   wgmma::publish();
   meet();
@@ -90,8 +83,6 @@ __device__ __forceinline__ void Worker<T, kGroup>::turn(Header<T> const& header)
 // Scores of the tile's keys and this group's columns, in log2 units.
 template <typename T, int kGroup>
 __device__ __forceinline__ void Worker<T, kGroup>::score(Header<T> const& header, bool whole, float (&s)[kO][4]) {
-  // log2(e) / sqrt(512): probabilities are powers of two from here on.
-  constexpr float kScale = 1.4426950408889634f * 0.04419417382415922f;
   constexpr int kLine = T::kColumns * kLineBytes;
   uint64_t const keys[2] = {wgmma::descriptor(lines(0)), wgmma::descriptor(lines(1))};
   uint64_t const query = wgmma::descriptor(ptx::shared_address(shared_.query));
@@ -116,7 +107,7 @@ __device__ __forceinline__ void Worker<T, kGroup>::score(Header<T> const& header
 #pragma unroll
     for (int n = 0; n < kO; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] *= kScale;
+      for (int i = 0; i < 4; ++i) s[n][i] *= kScoreScale;
     }
   } else {
     int4 const most = *reinterpret_cast<int4 const*>(header.largest);
@@ -171,12 +162,12 @@ __device__ __forceinline__ void Worker<T, kGroup>::score(Header<T> const& header
     wgmma::wait<0>();
 #pragma unroll
     for (int b = kCodeBlocks - (kProducts - 1); b < kCodeBlocks; ++b) add(b);
-    float const scale = kScale * exp2f(static_cast<float>(largest_ - 127 - kScaleHeadroom));
+    float const scale = kScoreScale * exp2f(static_cast<float>(largest_ - 127 - kScaleHeadroom));
 #pragma unroll
     for (int n = 0; n < kO; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s[n][i] = s[n][i] * kScale + half[n][i] * (scale * (i & 1 ? columns[n].y : columns[n].x));
+        s[n][i] = s[n][i] * kScoreScale + half[n][i] * (scale * (i & 1 ? columns[n].y : columns[n].x));
       }
     }
   }

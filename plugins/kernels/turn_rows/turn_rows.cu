@@ -1,6 +1,6 @@
 #include "common/check.h"
 #include "common/dtype.h"
-#include "common/ptx.cuh"
+#include "common/turn.cuh"
 #include "kernels/turn_rows/launch.h"
 
 namespace redknot {
@@ -19,17 +19,7 @@ __global__ void __launch_bounds__(kThreads) turn_rows_kernel(__grid_constant__ T
   auto const* const angles = reinterpret_cast<float4 const*>(op.rope + frame * kRopeDim) + 2 * lane;
   float4 const turns[2] = {__ldg(angles), __ldg(angles + 1)};
   float const inverse = 1.0f / __ldg(op.rope);
-  uint4 const raw = *at;
-  uint32_t const words[4] = {raw.x, raw.y, raw.z, raw.w};
-  uint32_t turned[4];
-#pragma unroll
-  for (int pair = 0; pair < 4; ++pair) {
-    float4 const two = turns[pair / 2];
-    float2 const x = ptx::unpack_bf16(words[pair]);
-    float const c = (pair % 2 ? two.z : two.x) * inverse, s = (pair % 2 ? two.w : two.y) * inverse;
-    turned[pair] = ptx::pack_bf16(x.x * c - x.y * s, x.y * c + x.x * s);
-  }
-  *at = {turned[0], turned[1], turned[2], turned[3]};
+  *at = turned(*at, turns, inverse);
 }
 
 }  // namespace

@@ -15,9 +15,12 @@ __device__ __forceinline__ uint32_t rank() {
   return rank;
 }
 
-// Every thread of every block of the cluster; writes before it are seen after it.
+// Every thread of every block of the cluster: writes before arrive() are seen after await().
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void await() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 __device__ __forceinline__ void synchronise() {
-  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+  arrive();
+  await();
 }
 
 // The same without the writes: every block has come here. Enough after barriers_ready(), and for blocks that have seen
@@ -31,10 +34,6 @@ __device__ __forceinline__ uint32_t address_in(uint32_t address, uint32_t rank) 
   uint32_t remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
-}
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 // Makes initialised barriers known to the cluster, which must meet after it, and to copies that this thread starts.
@@ -51,6 +50,16 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
 // memory, and a wider one would empty the L1 cache at every wait.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   ptx::barrier_wait(barrier, static_cast<int>(parity));
+}
+
+// `own` as block `rank` has it in its place.
+__device__ __forceinline__ float load(float const* own, int rank) {
+  float value;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];"
+               : "=f"(value)
+               : "r"(address_in(ptx::shared_address(own), static_cast<uint32_t>(rank)))
+               : "memory");
+  return value;
 }
 
 // A store into another block that counts as written bytes of a barrier of that block. Each is a packet.

@@ -20,11 +20,15 @@ __device__ __forceinline__ uint32_t shared_address(void const* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void copy_async_8(uint32_t shared, void const* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
+__device__ __forceinline__ void copy_async_4(uint32_t shared, void const* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 __device__ __forceinline__ void copy_async_16(uint32_t shared, void const* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+// The same of the first `bytes`, 0 or all, and zeros in place of the others.
+__device__ __forceinline__ void copy_async_16(uint32_t shared, void const* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
@@ -42,16 +46,9 @@ __device__ __forceinline__ Value found_anew(Value value) {
   }
   return value;
 }
+
 // The line of 128 bytes around an address, to the L2 cache.
 __device__ __forceinline__ void prefetch(void const* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
-
-// The same of the first `bytes`, 0 or all, and zeros in place of the others.
-__device__ __forceinline__ void copy_async_8(uint32_t shared, void const* global, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_async_16(uint32_t shared, void const* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-}
 
 // Barriers in shared memory that count arrivals; `parity` alternates from 0 with every completion.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
@@ -124,12 +121,6 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
 // Two 8x8 matrices of 16-bit elements, transposed; lane l < 16 gives the address of column l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices_transposed(uint32_t shared, uint32_t x, uint32_t y) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(shared), "r"(x), "r"(y)
-               : "memory");
-}
-// Four 8x8 matrices, transposed; lane l gives the address of column l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_matrices_transposed(uint32_t shared, uint32_t const (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(r[0]),
-               "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 __device__ __forceinline__ uint2 load_shared_8(uint32_t shared) {
@@ -225,6 +216,7 @@ __device__ __forceinline__ uint32_t multiply_f16(uint32_t x, uint32_t y) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
+inline constexpr float kLog2E = 1.4426950408889634f;
 // 2^x; -inf gives 0.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;

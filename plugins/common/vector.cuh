@@ -21,11 +21,6 @@ __device__ __forceinline__ uint4 load_once(void const* address) {
   return raw;
 }
 
-// Brings a line of 128 bytes into the L2 cache.
-__device__ __forceinline__ void prefetch_line(void const* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 // One store of 16 bytes. The compiler may make four of an assignment, which then write parts of sectors.
 __device__ __forceinline__ void store_vector(void* address, uint4 raw) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(raw.x), "r"(raw.y), "r"(raw.z), "r"(raw.w)

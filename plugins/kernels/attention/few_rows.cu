@@ -317,8 +317,8 @@ class FewRows {
   __device__ __forceinline__ void merge() const {
     if (warp_ >= unit_.heads) return;
     int const channel = static_cast<int>(cluster::rank()) * kMergedChannels + lane_;
-    float const base = lane_ < kSplit ? remote(&shared_.base[warp_], lane_) : kNone;
-    float const sum = lane_ < kSplit ? remote(&shared_.sum[warp_], lane_) : 0;
+    float const base = lane_ < kSplit ? cluster::load(&shared_.base[warp_], lane_) : kNone;
+    float const sum = lane_ < kSplit ? cluster::load(&shared_.sum[warp_], lane_) : 0;
     float most = base;
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
@@ -330,7 +330,7 @@ class FewRows {
     for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
 #pragma unroll
     for (int block = 0; block < kSplit; ++block) {
-      value += __shfl_sync(~0u, weight, block) * remote(&shared_.outputs[warp_][channel], block);
+      value += __shfl_sync(~0u, weight, block) * cluster::load(&shared_.outputs[warp_][channel], block);
     }
     value = any ? value / (total + ptx::exp2_fast(sink - peak)) : 0;
     if (channel >= kNopeDim) {
@@ -342,15 +342,6 @@ class FewRows {
     auto* const out =
         head_pointer(warp_, static_cast<__nv_bfloat16*>(op_.out_global), static_cast<__nv_bfloat16*>(op_.out_local));
     out[channel] = __float2bfloat16_rn(value);
-  }
-
-  static __device__ __forceinline__ float remote(float const* own, int block) {
-    float value;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];"
-                 : "=f"(value)
-                 : "r"(cluster::address_in(ptx::shared_address(own), static_cast<uint32_t>(block)))
-                 : "memory");
-    return value;
   }
 };
 

@@ -11,9 +11,8 @@
 namespace redknot::attention {
 
 inline constexpr float kNone = -INFINITY;
-inline constexpr float kLog2E = 1.4426950408889634f;
 // log2(e) / sqrt(512): probabilities are powers of two of scores times this.
-inline constexpr float kScoreScale = kLog2E * 0.04419417382415922f;
+inline constexpr float kScoreScale = ptx::kLog2E * 0.04419417382415922f;
 inline constexpr int kBlockChannels = 64;
 inline constexpr int kBlocks = kHeadDim / kBlockChannels;
 inline constexpr int kTileKeys = 64;
@@ -142,7 +141,7 @@ struct Cursor {
 
 // Of a head, Global ones first; in log2 units.
 __device__ __forceinline__ float sink_of(SegLatentAttentionParams const& op, int head) {
-  return kLog2E * __ldg(head < op.global_heads ? op.sinks_global + head : op.sinks_local + head - op.global_heads);
+  return ptx::kLog2E * __ldg(head < op.global_heads ? op.sinks_global + head : op.sinks_local + head - op.global_heads);
 }
 
 // Channels of a column, which belongs to a row of the unit, in q or in the output.

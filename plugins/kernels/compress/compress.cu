@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "common/check.h"
+#include "common/ptx.cuh"
 #include "kernels/compress/launch.h"
 #include "kernels/norm_rope_pack/row.cuh"
 
@@ -17,13 +18,6 @@ constexpr int kPairThreads = 256;
 constexpr int kPairSlots = 256;      // most slots that a block of two entries keeps the rows of
 constexpr int kPairsFrom = 4 * 132;  // entries that fill a Hopper chip twice when blocks take two
 constexpr int kFewSlots = 8;         // entries of at most so many slots take the warp kernel
-constexpr float kLog2E = 1.4426950408889634F;
-
-__device__ __forceinline__ float exponential(float exponent_of_two) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent_of_two));
-  return result;
-}
 
 // Softmax pooling of one channel. NaN logits go through the sums; the peak may lose them.
 struct Pool {
@@ -38,12 +32,12 @@ struct Pool {
 #pragma unroll
     for (float const logit : logits) raised = fmaxf(raised, logit);
     float const offset = offset_of(raised);
-    float const keep = exponential(fmaf(peak, kLog2E, offset));
+    float const keep = ptx::exp2_fast(fmaf(peak, ptx::kLog2E, offset));
     total *= keep;
     sum *= keep;
 #pragma unroll
     for (int slot = 0; slot < kBatch; ++slot) {
-      float const weight = exponential(fmaf(logits[slot], kLog2E, offset));
+      float const weight = ptx::exp2_fast(fmaf(logits[slot], ptx::kLog2E, offset));
       total += weight;
       sum = fmaf(weight, values[slot], sum);
     }
@@ -53,8 +47,8 @@ struct Pool {
   __device__ __forceinline__ void merge(float other_peak, float other_total, float other_sum) {
     float const raised = fmaxf(peak, other_peak);
     float const offset = offset_of(raised);
-    float const keep = exponential(fmaf(peak, kLog2E, offset));
-    float const take = exponential(fmaf(other_peak, kLog2E, offset));
+    float const keep = ptx::exp2_fast(fmaf(peak, ptx::kLog2E, offset));
+    float const take = ptx::exp2_fast(fmaf(other_peak, ptx::kLog2E, offset));
     total = keep * total + take * other_total;
     sum = keep * sum + take * other_sum;
     peak = raised;
@@ -63,7 +57,9 @@ struct Pool {
   __device__ __forceinline__ float pooled() const { return __fdividef(sum, total); }
 
  private:
-  static __device__ __forceinline__ float offset_of(float peak) { return peak == -INFINITY ? 0.0F : -peak * kLog2E; }
+  static __device__ __forceinline__ float offset_of(float peak) {
+    return peak == -INFINITY ? 0.0F : -peak * ptx::kLog2E;
+  }
 };
 
 // What one thread reads: eight channels of some slots of an entry.
@@ -277,12 +273,12 @@ __global__ void __launch_bounds__(kFewThreads, 4)
           peak = fmaxf(peak, logits[slot]);
         }
         // NaN logits go through the sums; the peak may lose them.
-        float const offset = peak == -INFINITY ? 0.0F : -peak * kLog2E;
+        float const offset = peak == -INFINITY ? 0.0F : -peak * ptx::kLog2E;
         float total = 0.0F;
         float sum = 0.0F;
 #pragma unroll
         for (int slot = 0; slot < kSlots; ++slot) {
-          float const weight = exponential(fmaf(logits[slot], kLog2E, offset));
+          float const weight = ptx::exp2_fast(fmaf(logits[slot], ptx::kLog2E, offset));
           total += weight;
           sum = fmaf(weight, channel_of(raws[slot], channel), sum);
         }

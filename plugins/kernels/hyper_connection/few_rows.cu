@@ -38,17 +38,6 @@ struct Shared {
   float square;  // of the block, read by all
 };
 
-__device__ __forceinline__ float remote(float const* own, int block) {
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];"
-               : "=f"(value)
-               : "r"(cluster::address_in(ptx::shared_address(own), static_cast<uint32_t>(block)))
-               : "memory");
-  return value;
-}
-__device__ __forceinline__ void announce() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-__device__ __forceinline__ void await() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
 // Sums over the lanes of 32 values each: lane i ends with value i.
 __device__ __forceinline__ float transposed_sum(float (&values)[kSums], int lane) {
 #pragma unroll
@@ -69,7 +58,7 @@ __device__ __forceinline__ void prefetch_weights(HyperConnectionPreParams const&
   constexpr int kLine = 128 / static_cast<int>(sizeof(float));
   int const lines = (slice + kLine - 1) / kLine;
   for (int item = static_cast<int>(threadIdx.x); item < kMixes * kStreams * lines; item += kWorkers) {
-    prefetch_line(params.fn + int64_t{item / lines} * params.hidden + first + item % lines * kLine);
+    ptx::prefetch(params.fn + int64_t{item / lines} * params.hidden + first + item % lines * kLine);
   }
 }
 
@@ -108,7 +97,7 @@ __device__ __forceinline__ float weigh(HyperConnectionPreParams const& params, S
                                        float (&mixes)[kSums]) {
   float sum = 0.0F;
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) sum += remote(&shared.sums[lane], block);
+  for (int block = 0; block < kBlocks; ++block) sum += cluster::load(&shared.sums[lane], block);
 #pragma unroll
   for (int index = 0; index <= kSquares; ++index) mixes[index] = __shfl_sync(kAllLanes, sum, index);
   float const depth = static_cast<float>(kStreams) * static_cast<float>(params.hidden);
@@ -168,9 +157,8 @@ __device__ __forceinline__ void collapse(HyperConnectionPreParams const& params,
     for (float const part : shared.squares) total += part;
     shared.square = total;
   }
-  announce();
-  await();
-  float const total = lane_sum<kWarp>(lane < kBlocks ? remote(&shared.square, lane) : 0.0F);
+  cluster::synchronise();
+  float const total = lane_sum<kWarp>(lane < kBlocks ? cluster::load(&shared.square, lane) : 0.0F);
   float const inverse = rsqrtf(total / static_cast<float>(params.hidden) + params.norm_eps);
   auto* const normed = static_cast<__nv_bfloat16*>(params.normed) + row * params.hidden + first;
 #pragma unroll
@@ -198,17 +186,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (auto const& sums : shared.of_warps) sum += sums[lane];
     shared.sums[lane] = sum;
   }
-  announce();
-  await();
+  cluster::synchronise();
   float mixes[kSums], inverse = 0.0F;
   if (!works) inverse = weigh(params, shared, lane, mixes);
   __syncthreads();
   if (works) {
     collapse(params, shared, row, slice, first);
   } else {
-    announce();
+    cluster::arrive();
     if (block == 0 && !params.head) write_weights(params, row, lane, mixes, inverse);
-    await();
+    cluster::await();
   }
   cluster::synchronise();  // no block may go while another reads from it
 }

@@ -56,7 +56,7 @@ struct Mixer : Slice<S> {
   // Brings fn into the L2 cache, whatever the kernel before this one still writes.
   __device__ __forceinline__ void prefetch_terms() const {
     for (int line = lane; line < kMixes * kStreams * S::kHalves; line += kWarp) {
-      prefetch_line(block.params.fn + static_cast<int64_t>(line / S::kHalves) * S::kHidden +
+      ptx::prefetch(block.params.fn + static_cast<int64_t>(line / S::kHalves) * S::kHidden +
                     (block.rank * S::kWarps + warp) * S::kWarpChannels + line % S::kHalves * kUnitChannels);
     }
   }

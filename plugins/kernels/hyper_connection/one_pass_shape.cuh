@@ -183,7 +183,7 @@ struct Block {
     for (int index = 0; index < S::kBarrierCount; ++index) {
       bool const of_warp = (index >= S::kStages && index < 2 * S::kStages) || index >= S::kWarpBarriers;
       bool const of_team = index >= S::kTeamBarriers && index < S::kPendingBarriers;
-      cluster::barrier_init(address(S::kBarriers + 8 * index), of_team ? S::kTeam : of_warp ? kWarp : 1);
+      ptx::barrier_init(address(S::kBarriers + 8 * index), of_team ? S::kTeam : of_warp ? kWarp : 1);
     }
     cluster::barriers_ready();
     for (int slot = 0; slot < S::kSlots; ++slot) {

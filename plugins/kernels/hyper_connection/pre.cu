@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "common/check.h"
+#include "common/ptx.cuh"
 #include "common/vector.cuh"
 #include "kernels/hyper_connection/few_rows.h"
 #include "kernels/hyper_connection/launch.h"
@@ -37,14 +38,6 @@ Split split_of(int64_t depth) { return {static_cast<int>(depth), static_cast<int
 
 int mix_count(HyperConnectionPreParams const& params) {
   return params.head ? params.stream_count : (2 + params.stream_count) * params.stream_count;
-}
-
-// C[16 x 8] += A[16 x 16] B[16 x 8], bf16 in, fp32 out.
-__device__ __forceinline__ void mma(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // fn as two bf16 terms (16 bits of mantissa) into shared memory: high [mixes][pitch], then low.
@@ -148,13 +141,17 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
         // High and low terms have sums of their own: twice as many independent products in flight.
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) mma(sums[tile], early, h[tile].x, h[tile].y);
+        for (int tile = 0; tile < kTiles; ++tile)
+          ptx::mma_bf16(sums[tile], early[0], early[1], early[2], early[3], h[tile].x, h[tile].y);
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) mma(rests[tile], early, l[tile].x, l[tile].y);
+        for (int tile = 0; tile < kTiles; ++tile)
+          ptx::mma_bf16(rests[tile], early[0], early[1], early[2], early[3], l[tile].x, l[tile].y);
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) mma(sums[tile], late, h[tile].z, h[tile].w);
+        for (int tile = 0; tile < kTiles; ++tile)
+          ptx::mma_bf16(sums[tile], late[0], late[1], late[2], late[3], h[tile].z, h[tile].w);
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) mma(rests[tile], late, l[tile].z, l[tile].w);
+        for (int tile = 0; tile < kTiles; ++tile)
+          ptx::mma_bf16(rests[tile], late[0], late[1], late[2], late[3], l[tile].z, l[tile].w);
       }
     }
     square_upper = lane_sum<4>(square_upper);

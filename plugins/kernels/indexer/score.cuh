@@ -124,10 +124,7 @@ __device__ __forceinline__ void load_tile(ScoreShared<kFp8>& shared, Scoring con
   }
   if (kFp8 && thread < kTileKeys) {
     float const* from = s.key_scales + min(first + thread, end - 1);
-    asm volatile(
-        "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(ptx::shared_address(&shared.scales[group][stage][thread])),
-        "l"(from)
-        : "memory");
+    ptx::copy_async_4(ptx::shared_address(&shared.scales[group][stage][thread]), from);
   }
 }
 
@@ -298,7 +295,7 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
       int const stage = index % kStages;
       ptx::copy_wait<kStages - 2>();
       wgmma::publish();
-      asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+      ptx::sync_threads(group + 1, 128);
       float products[2][64];
       uint64_t const keys = wgmma::descriptor(ptx::shared_address(shared.tiles[group][stage][0]));
       wgmma::fence();

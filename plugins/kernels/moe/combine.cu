@@ -1,4 +1,5 @@
 #include "common/check.h"
+#include "common/ptx.cuh"
 #include "common/vector.cuh"
 #include "kernels/moe/launch.h"
 
@@ -34,8 +35,8 @@ __device__ __forceinline__ void prefetch(MoeActivationParams const& params, int6
   constexpr int kLine = 128 / static_cast<int>(sizeof(__nv_bfloat16));
   if (channel % kLine != 0) return;
   auto const* const source = static_cast<__nv_bfloat16 const*>(params.gate_up) + row * 2 * params.width + channel;
-  prefetch_line(source);
-  prefetch_line(source + params.width);
+  ptx::prefetch(source);
+  ptx::prefetch(source + params.width);
 }
 
 __global__ void __launch_bounds__(kThreads) activation_kernel(MoeActivationParams const params) {

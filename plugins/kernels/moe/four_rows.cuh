@@ -8,6 +8,7 @@
 // lanes. A warp whose rows have NaN, fewer finite maxima than choices, or more candidates than fit (very many equal
 // scores) routes its rows one by one, the general way.
 
+#include "common/ptx.cuh"
 #include "kernels/moe/router.cuh"
 
 namespace redknot::router {
@@ -33,9 +34,8 @@ __device__ __forceinline__ float maximum(float a, float b) {
 // sqrt(log(1 + e^x)) to 1.7e-4: log(1 + e) = e P(e) with P the cubic whose largest relative error on [0, 1], 4e-4, is
 // least. A logarithm would keep the unit of special functions busy for longer than the rest takes.
 __device__ __forceinline__ float approximate_score(float logit) {
-  constexpr float kLog2E = 1.4426950408889634F;
-  float e, root;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-fabsf(logit) * kLog2E));
+  float const e = ptx::exp2_fast(-fabsf(logit) * ptx::kLog2E);
+  float root;
   float const cubic = fmaf(fmaf(fmaf(-0.074343182F, e, 0.25402513F), e, -0.48641419F), e, 0.99960703F);
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(fmaf(e, cubic, fmaxf(logit, 0.0F))));
   return root;

@@ -397,19 +397,6 @@ __device__ __forceinline__ void consume(Shared& shared, Operands const& operands
   }
 }
 
-template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-#endif
-}
-template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-#endif
-}
-
 __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
     multiply_kernel(__grid_constant__ CUtensorMap const rows, __grid_constant__ CUtensorMap const weights,
                     __grid_constant__ Operands const operands) {
@@ -420,19 +407,19 @@ __global__ void __cluster_dims__(kPair, 1, 1) __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     constexpr uint32_t kReaders = kPair * kGroups * kGroupThreads / kWarp;
     for (int stage = 0; stage < kStages; ++stage) {
-      cluster::barrier_init(ptx::shared_address(shared.full + stage), 1);
-      cluster::barrier_init(ptx::shared_address(shared.empty + stage), kReaders);
+      ptx::barrier_init(ptx::shared_address(shared.full + stage), 1);
+      ptx::barrier_init(ptx::shared_address(shared.empty + stage), kReaders);
     }
     cluster::barriers_ready();
   }
   cluster::synchronise();
   cudaGridDependencySynchronize();  // the codes and scales
   if (role == 0) {
-    give_registers<40>();
+    ptx::release_registers<40>();
     if (thread == 0) produce(shared, operands, &rows, &weights);
     __syncwarp();
   } else {
-    take_registers<232>();
+    ptx::claim_registers<232>();
     consume(shared, operands, role - 1, thread);
   }
   // The other block may still write and arrive here.

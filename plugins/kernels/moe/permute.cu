@@ -6,6 +6,7 @@
 #include "common/check.h"
 #include "common/launch_after.h"
 #include "common/layout.h"
+#include "common/ptx.cuh"
 #include "common/vector.cuh"
 #include "kernels/moe/launch.h"
 
@@ -181,7 +182,7 @@ __device__ __forceinline__ void prefetch_strip(MoePermuteParams const& params, i
   for (int channel = 0; channel < kStrip; channel += kWarp * kLine) {
     int const own = first + channel + lane * kLine;
     if (own < params.hidden) {
-      prefetch_line(static_cast<__nv_bfloat16 const*>(params.x) + row * params.hidden + own);
+      ptx::prefetch(static_cast<__nv_bfloat16 const*>(params.x) + row * params.hidden + own);
     }
   }
 }

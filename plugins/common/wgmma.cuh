@@ -13,16 +13,22 @@
 
 namespace redknot::wgmma {
 
-// A K-major tile whose rows are 128 bytes, swizzled by 128 bytes; eight rows are 1024 bytes apart from the next eight.
-__device__ __forceinline__ uint64_t descriptor(uint32_t shared_address) {
-  return static_cast<uint64_t>((shared_address & 0x3ffff) >> 4) | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
-         uint64_t{1} << 62;
-}
-// Keys as the right operand: 64 channels of a key are a row of 128 bytes, swizzled by 128 bytes, and the next 64
-// channels of all keys begin `stride` bytes further on.
-__device__ __forceinline__ uint64_t transposed_descriptor(uint32_t shared_address, int stride) {
-  return static_cast<uint64_t>((shared_address & 0x3ffff) >> 4) | static_cast<uint64_t>(stride >> 4) << 16 |
+// Of a tile whose rows are 128 bytes, swizzled by 128 bytes; eight rows are 1024 bytes apart from the next eight.
+// `leading`: the other distance, whose meaning depends on the order of the tile.
+__device__ __forceinline__ constexpr uint64_t described(uint32_t shared_address, int leading) {
+  return static_cast<uint64_t>((shared_address & 0x3ffff) >> 4) | static_cast<uint64_t>(leading >> 4) << 16 |
          uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+// A K-major tile, which has no other distance.
+__device__ __forceinline__ constexpr uint64_t descriptor(uint32_t shared_address) {
+  return described(shared_address, 16);
+}
+// Where 16-byte chunk `chunk` of row `row` lies in such a tile.
+__device__ __forceinline__ uint32_t swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+// Keys as the right operand: 64 channels of a key are a row, and the next 64 channels of all keys begin `stride` bytes
+// further on.
+__device__ __forceinline__ uint64_t transposed_descriptor(uint32_t shared_address, int stride) {
+  return described(shared_address, stride);
 }
 
 // The same, `bytes` further on.
@@ -33,8 +39,6 @@ __device__ __forceinline__ uint64_t moved(uint64_t descriptor, int bytes) {
       : "r"(static_cast<uint32_t>(descriptor) + (bytes >> 4)), "r"(static_cast<uint32_t>(descriptor >> 32)));
   return result;
 }
-// Where 16-byte chunk `chunk` of row `row` lies in such a tile.
-__device__ __forceinline__ uint32_t swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
 __device__ __forceinline__ void fence() { REDKNOT_WGMMA("wgmma.fence.sync.aligned;" :: : "memory"); }
 __device__ __forceinline__ void commit() { REDKNOT_WGMMA("wgmma.commit_group.sync.aligned;" :: : "memory"); }
@@ -51,48 +55,35 @@ __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
 // Makes ordinary writes to shared memory visible to the matrix units; a barrier must follow.
 __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// d = a b + (accumulate ? d : 0): a [64, 32] and b [128, 32] in shared memory, K-major, 128-byte swizzle.
+// The first operands of an assembly, and sums in one array that stand for them.
+#define REDKNOT_R4 "%0, %1, %2, %3"
+#define REDKNOT_R8 REDKNOT_R4 ", %4, %5, %6, %7"
+#define REDKNOT_R16 REDKNOT_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define REDKNOT_R32 REDKNOT_R16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REDKNOT_R64                                                                                                  \
+  REDKNOT_R32                                                                                                        \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
+  "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REDKNOT_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define REDKNOT_F16(i) REDKNOT_F4(i), REDKNOT_F4(i + 4), REDKNOT_F4(i + 8), REDKNOT_F4(i + 12)
+#define REDKNOT_F64 REDKNOT_F16(0), REDKNOT_F16(16), REDKNOT_F16(32), REDKNOT_F16(48)
+
+// d = a b + (accumulate ? d : 0): a [64, K] and b [128, K] by `descriptor`; K is 32 for e4m3, 16 for bf16.
 [[maybe_unused]] __device__ __forceinline__ void multiply_e4m3(float (&d)[64], uint64_t a, uint64_t b,
                                                                bool accumulate) {
   REDKNOT_WGMMA(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1;\n\t}" : "+f"(d[0]),
-      "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-      "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-      "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-      "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]),
-      "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-      "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
-      "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]),
-      "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]) : "l"(a), "l"(b),
-      "r"(static_cast<int>(accumulate)));
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" REDKNOT_R64
+      "}, %64, %65, p, 1, 1;\n\t}" : REDKNOT_F64 : "l"(a),
+      "l"(b), "r"(static_cast<int>(accumulate)));
 }
-
-// d = a b + (accumulate ? d : 0): a [64, 16] and b [128, 16] in shared memory, K-major, 128-byte swizzle.
 [[maybe_unused]] __device__ __forceinline__ void multiply_bf16(float (&d)[64], uint64_t a, uint64_t b,
                                                                bool accumulate) {
   REDKNOT_WGMMA(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1, 0, 0;\n\t}" : "+f"(d[0]),
-      "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-      "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-      "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-      "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]),
-      "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-      "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
-      "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]),
-      "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]) : "l"(a), "l"(b),
-      "r"(static_cast<int>(accumulate)));
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REDKNOT_R64
+      "}, %64, %65, p, 1, 1, 0, 0;\n\t}" : REDKNOT_F64 : "l"(a),
+      "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
 // d[N / 8][4] = a b + (accumulate ? d : 0), fp32 sums; a [64, K], b [N, K] in shared memory, K-major, 128-byte swizzle;
@@ -141,10 +132,6 @@ struct CodeProduct;  // of e4m3
     }                                                                                                               \
   };
 
-#define REDKNOT_R4 "%0, %1, %2, %3"
-#define REDKNOT_R8 REDKNOT_R4 ", %4, %5, %6, %7"
-#define REDKNOT_R16 REDKNOT_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define REDKNOT_R32 REDKNOT_R16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define REDKNOT_S8 REDKNOT_D4(0), REDKNOT_D4(1)
 #define REDKNOT_S32 REDKNOT_D16(0), REDKNOT_D16(4)
 
@@ -162,10 +149,6 @@ REDKNOT_CODE_PRODUCT(32, REDKNOT_R16, REDKNOT_D16(0), "%16", "%17", "%18")
 REDKNOT_CODE_PRODUCT(64, REDKNOT_R32, REDKNOT_S32, "%32", "%33", "%34")
 
 #define REDKNOT_D64 REDKNOT_D16(0), REDKNOT_D16(4), REDKNOT_D16(8), REDKNOT_D16(12)
-#define REDKNOT_R64                                                                                                \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \
-  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // d += a b, bf16, fp32 sums; b by `transposed_descriptor`, a this thread's fragment, or by `descriptor` (K-major).
 __device__ __forceinline__ void sum_of_registers(float (&d)[16][4], uint32_t const (&a)[4], uint64_t b) {
@@ -182,13 +165,10 @@ __device__ __forceinline__ void sum_of_shared(float (&d)[16][4], uint64_t a, uin
 // d = a b, [64, 16] with [64, 16], both by `descriptor`.
 __device__ __forceinline__ void first_scores(float (&d)[8][4], uint64_t a, uint64_t b) {
 #define REDKNOT_E4(i) "=f"(d[i][0]), "=f"(d[i][1]), "=f"(d[i][2]), "=f"(d[i][3])
-  REDKNOT_WGMMA(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, 0, 1, 1, 0, 0;" : REDKNOT_E4(0),
-      REDKNOT_E4(1), REDKNOT_E4(2), REDKNOT_E4(3), REDKNOT_E4(4), REDKNOT_E4(5), REDKNOT_E4(6), REDKNOT_E4(7) : "l"(a),
-      "l"(b));
+  REDKNOT_WGMMA("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REDKNOT_R32
+                "}, %32, %33, 0, 1, 1, 0, 0;" : REDKNOT_E4(0),
+                REDKNOT_E4(1), REDKNOT_E4(2), REDKNOT_E4(3), REDKNOT_E4(4), REDKNOT_E4(5), REDKNOT_E4(6),
+                REDKNOT_E4(7) : "l"(a), "l"(b));
 #undef REDKNOT_E4
 }
 
@@ -204,6 +184,9 @@ __device__ __forceinline__ void first_scores(float (&d)[8][4], uint64_t a, uint6
 #undef REDKNOT_S32
 #undef REDKNOT_D64
 #undef REDKNOT_R64
+#undef REDKNOT_F4
+#undef REDKNOT_F16
+#undef REDKNOT_F64
 
 }  // namespace redknot::wgmma
 

@@ -108,25 +108,6 @@ __device__ __forceinline__ float weigh(HyperConnectionPreParams const& params, S
   return inverse;
 }
 
-// What the block's other end needs of the mixes.
-__device__ __forceinline__ void write_weights(HyperConnectionPreParams const& params, int64_t row, int lane,
-                                              float const (&mixes)[kSums], float inverse) {
-#pragma unroll
-  for (int stream = 0; stream < kStreams; ++stream) {
-    float const logit = mixes[kStreams + stream] * inverse * params.scale[1] + params.base[kStreams + stream];
-    if (lane == stream) params.post[row * kStreams + stream] = 2.0F * sigmoid(logit);
-  }
-  float comb[kStreams][kStreams];
-  balance<kStreams>(params, mixes, inverse, comb);
-#pragma unroll
-  for (int line = 0; line < kStreams; ++line) {
-#pragma unroll
-    for (int index = 0; index < kStreams; ++index) {
-      if (lane == line) params.comb[(row * kStreams + line) * kStreams + index] = comb[line][index];
-    }
-  }
-}
-
 // The row's channels of this block, collapsed and normed.
 __device__ __forceinline__ void collapse(HyperConnectionPreParams const& params, Shared& shared, int64_t row, int slice,
                                          int first) {
@@ -194,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     collapse(params, shared, row, slice, first);
   } else {
     cluster::arrive();
-    if (block == 0 && !params.head) write_weights(params, row, lane, mixes, inverse);
+    if (block == 0 && !params.head) write_weights<kStreams>(params, row, lane, mixes, inverse);
     cluster::await();
   }
   cluster::synchronise();  // no block may go while another reads from it

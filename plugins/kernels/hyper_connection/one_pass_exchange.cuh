@@ -100,10 +100,7 @@ __device__ void balance_rows(Block<S> const& block, int lane) {
     if (lane >= kPending || first + lane < 0 || row >= params.rows) continue;
     float post[kStreams];
 #pragma unroll
-    for (int stream = 0; stream < kStreams; ++stream) {
-      float const logit = mix[kStreams + stream] * params.scale[1] + params.base[kStreams + stream];
-      post[stream] = 2.0F * sigmoid(logit);
-    }
+    for (int stream = 0; stream < kStreams; ++stream) post[stream] = post_weight<kStreams>(params, mix, 1.0F, stream);
     store_weights(params.post + row * kStreams, post);
     float comb[kStreams][kStreams];
     balance<kStreams>(params, mix, 1.0F, comb);

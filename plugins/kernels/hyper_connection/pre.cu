@@ -210,20 +210,7 @@ __global__ void __launch_bounds__(kWeighThreads)
     if (lane == stream) weights[row * kPre + stream] = sigmoid(logit) + params.eps;
   }
   if (params.head) return;
-#pragma unroll
-  for (int stream = 0; stream < kStreams; ++stream) {
-    float const logit = mix[kStreams + stream] * inverse * params.scale[1] + params.base[kStreams + stream];
-    if (lane == stream) params.post[row * kStreams + stream] = 2.0F * sigmoid(logit);
-  }
-  float comb[kStreams][kStreams];
-  balance<kStreams>(params, mix, inverse, comb);
-#pragma unroll
-  for (int line = 0; line < kStreams; ++line) {
-#pragma unroll
-    for (int index = 0; index < kStreams; ++index) {
-      if (lane == line) params.comb[row * kCells + line * kStreams + index] = comb[line][index];
-    }
-  }
+  write_weights<kStreams>(params, row, lane, mix, inverse);
 }
 
 // One block a row, from the last row back.

@@ -81,4 +81,32 @@ __device__ __forceinline__ void balance(HyperConnectionPreParams const& params, 
   sinkhorn<kStreams>(comb, params.iterations, params.eps);
 }
 
+// What the block's output is multiplied by in one of its streams.
+template <int kStreams>
+__device__ __forceinline__ float post_weight(HyperConnectionPreParams const& params, float const* mix, float inverse,
+                                             int stream) {
+  float const logit = mix[kStreams + stream] * inverse * params.scale[1] + params.base[kStreams + stream];
+  return 2.0F * sigmoid(logit);
+}
+
+// post and comb of a row, from lanes that all know its mixes.
+template <int kStreams>
+__device__ __forceinline__ void write_weights(HyperConnectionPreParams const& params, int64_t row, int lane,
+                                              float const* mix, float inverse) {
+#pragma unroll
+  for (int stream = 0; stream < kStreams; ++stream) {
+    float const post = post_weight<kStreams>(params, mix, inverse, stream);
+    if (lane == stream) params.post[row * kStreams + stream] = post;
+  }
+  float comb[kStreams][kStreams];
+  balance<kStreams>(params, mix, inverse, comb);
+#pragma unroll
+  for (int line = 0; line < kStreams; ++line) {
+#pragma unroll
+    for (int index = 0; index < kStreams; ++index) {
+      if (lane == line) params.comb[(row * kStreams + line) * kStreams + index] = comb[line][index];
+    }
+  }
+}
+
 }  // namespace redknot

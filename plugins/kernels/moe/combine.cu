@@ -1,6 +1,7 @@
 #include "common/check.h"
 #include "common/ptx.cuh"
 #include "common/vector.cuh"
+#include "kernels/moe/activation.cuh"
 #include "kernels/moe/launch.h"
 
 namespace redknot {
@@ -20,11 +21,7 @@ __device__ __forceinline__ void activate(MoeActivationParams const& params, int6
   unpack_bf16(up_raw, up);
 #pragma unroll
   for (int index = 0; index < kVector; ++index) {
-    // Comparisons, not fminf: NaN goes through, as in torch.clamp.
-    float const clamped = gate[index] > params.limit ? params.limit : gate[index];
-    float const low = up[index] < -params.limit ? -params.limit : up[index];
-    float const bounded = up[index] > params.limit ? params.limit : low;
-    gate[index] = __fdividef(clamped, 1.0F + __expf(-clamped)) * bounded;
+    gate[index] = clamped_swiglu(gate[index], up[index], params.limit);
   }
   auto* target = static_cast<__nv_bfloat16*>(params.out) + row * params.width + channel;
   store_vector(target, pack_bf16(gate));

@@ -1,5 +1,6 @@
 #include "common/check.h"
 #include "common/packing.cuh"
+#include "kernels/moe/activation.cuh"
 #include "kernels/moe/few_rows.h"
 
 namespace redknot {
@@ -90,15 +91,6 @@ __device__ __forceinline__ void dots(uint4 const* input, void const* weight, flo
   }
 }
 
-__device__ __forceinline__ float activate(float gate, float up, float limit) {
-  gate = round_bf16(gate), up = round_bf16(up);
-  // Comparisons, not fminf: NaN goes through, as in torch.clamp.
-  float const clamped = gate > limit ? limit : gate;
-  float const low = up < -limit ? -limit : up;
-  float const bounded = up > limit ? limit : low;
-  return __fdividef(clamped, 1.0F + __expf(-clamped)) * bounded;
-}
-
 // Channels of the activation of one (row, slot).
 template <bool kFp8>
 __global__ void __launch_bounds__(kThreads) inner_kernel(MoeFewRowsParams const params) {
@@ -119,7 +111,8 @@ __global__ void __launch_bounds__(kThreads) inner_kernel(MoeFewRowsParams const 
   auto* const inner = static_cast<__nv_bfloat16*>(params.inner) + pair * params.width + first;
 #pragma unroll
   for (int own = 0; own < kOwn; ++own) {
-    inner[own] = __float2bfloat16_rn(activate(sums[0][own], sums[1][own], params.limit));
+    float const gate = round_bf16(sums[0][own]), up = round_bf16(sums[1][own]);
+    inner[own] = __float2bfloat16_rn(clamped_swiglu(gate, up, params.limit));
   }
 }
 

@@ -248,7 +248,7 @@ __device__ __forceinline__ uint32_t low_word(void const* shared) {
 }
 __device__ __forceinline__ uint64_t whole(uint32_t low) {
   uint64_t descriptor;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "n"(static_cast<uint32_t>(1U << 30 | 1024U >> 4)));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "n"(static_cast<uint32_t>(wgmma::descriptor(0) >> 32)));
   return descriptor;
 }
 

@@ -15,21 +15,25 @@
 
 #define REDKNOT_VALID(condition) REDKNOT_REQUIRE(condition, ::redknot::Status::kInvalidArgument)
 #define REDKNOT_SUPPORTED(condition) REDKNOT_REQUIRE(condition, ::redknot::Status::kUnsupported)
-#define REDKNOT_CUDA(call) REDKNOT_REQUIRE((call) == cudaSuccess, ::redknot::Status::kCudaError)
+#define REDKNOT_CUDA(call) REDKNOT_REQUIRE(::redknot::succeeded(call), ::redknot::Status::kCudaError)
+#define REDKNOT_TRY(call)                                                     \
+  do {                                                                        \
+    ::redknot::Status const redknot_status = (call);                          \
+    if (redknot_status != ::redknot::Status::kSuccess) return redknot_status; \
+  } while (false)
 // After a launch: reads and clears the error that this launch left.
 #define REDKNOT_LAUNCHED() REDKNOT_CUDA(cudaGetLastError())
 
 namespace redknot {
 
-inline bool aligned(void const* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
-
-// For launchers of kernels that are made of Hopper's warpgroup products.
-inline Status require_warpgroup_products() {
-  int device = 0, major = 0;
-  REDKNOT_CUDA(cudaGetDevice(&device));
-  REDKNOT_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  REDKNOT_SUPPORTED(major == 9);
-  return Status::kSuccess;
+// What the runtime refuses it also keeps as the thread's last error: it is taken away, or the next launch would find
+// it.
+inline bool succeeded(cudaError_t error) {
+  if (error == cudaSuccess) return true;
+  static_cast<void>(cudaGetLastError());
+  return false;
 }
+
+inline bool aligned(void const* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
 }  // namespace redknot

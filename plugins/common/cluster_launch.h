@@ -6,7 +6,7 @@
 
 #include <cstddef>
 
-#include "common/status.h"
+#include "common/check.h"
 
 namespace redknot {
 
@@ -50,13 +50,10 @@ class ClusterConfig {
 // Lets a kernel use clusters of any size and that much dynamic shared memory. kUnsupported: a chip that has less.
 template <typename... Parameters>
 Status allow_clusters(void (*kernel)(Parameters...), size_t shared = 0) {
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)) ==
-          cudaSuccess &&
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess) {
-    return Status::kSuccess;
-  }
-  static_cast<void>(cudaGetLastError());  // the refusal is no error of the stream
-  return Status::kUnsupported;
+  auto const bytes = static_cast<int>(shared);
+  REDKNOT_SUPPORTED(succeeded(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)));
+  REDKNOT_SUPPORTED(succeeded(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
+  return Status::kSuccess;
 }
 
 // Clusters of this shape that run at once; 0 where there are none.
@@ -64,9 +61,7 @@ template <typename... Parameters>
 int resident_clusters(void (*kernel)(Parameters...), ClusterShape const& shape) {
   ClusterConfig const config(shape, nullptr);
   int clusters = 0;
-  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, config.get()) == cudaSuccess) return clusters;
-  static_cast<void>(cudaGetLastError());
-  return 0;
+  return succeeded(cudaOccupancyMaxActiveClusters(&clusters, kernel, config.get())) ? clusters : 0;
 }
 
 // Launches a kernel that allow_clusters() has let. kUnsupported: nothing was launched, because a slice of a GPU may
@@ -75,11 +70,8 @@ template <typename... Parameters, typename... Arguments>
 Status launch_clusters(void (*kernel)(Parameters...), ClusterShape const& shape, cudaStream_t stream,
                        Arguments const&... arguments) {
   ClusterConfig const config(shape, stream);
-  if (cudaLaunchKernelEx(config.get(), kernel, static_cast<Parameters>(arguments)...) == cudaSuccess) {
-    return Status::kSuccess;
-  }
-  static_cast<void>(cudaGetLastError());
-  return Status::kUnsupported;
+  REDKNOT_SUPPORTED(succeeded(cudaLaunchKernelEx(config.get(), kernel, static_cast<Parameters>(arguments)...)));
+  return Status::kSuccess;
 }
 
 }  // namespace redknot

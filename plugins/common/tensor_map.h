@@ -24,20 +24,28 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
-// A row-major matrix of bytes [rows, columns], copied in boxes of `box_rows` x 128 that land swizzled by 128 bytes.
-// What lies outside the matrix is copied as zeros. `columns` is a multiple of 16.
-inline Status encode_byte_matrix(CUtensorMap& map, void const* matrix, int64_t rows, int64_t columns, int box_rows) {
+// A tensor of `kRank` axes, the innermost first, that is copied in boxes whose rows of 128 bytes land swizzled by 128
+// bytes. `strides`: bytes from one to the next along every axis but the first. What lies outside the tensor is copied
+// as zeros.
+template <int kRank>
+Status encode_boxes(CUtensorMap& map, CUtensorMapDataType type, void const* tensor, cuuint64_t const (&sizes)[kRank],
+                    cuuint64_t const (&strides)[kRank - 1], cuuint32_t const (&box)[kRank]) {
   auto const encode = tensor_map_encoder();
   REDKNOT_REQUIRE(encode != nullptr, Status::kCudaError);
-  cuuint64_t const sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  cuuint64_t const strides[] = {static_cast<cuuint64_t>(columns)};
-  cuuint32_t const box[] = {kPanelBytes, static_cast<cuuint32_t>(box_rows)};
-  cuuint32_t const steps[] = {1, 1};
-  CUresult const result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(matrix), sizes, strides, box,
-                                 steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  cuuint32_t steps[kRank];
+  for (cuuint32_t& step : steps) step = 1;
+  CUresult const result =
+      encode(&map, type, kRank, const_cast<void*>(tensor), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   REDKNOT_REQUIRE(result == CUDA_SUCCESS, Status::kCudaError);
   return Status::kSuccess;
+}
+
+// A row-major matrix of bytes [rows, columns] in boxes of `box_rows` x 128. `columns` is a multiple of 16.
+inline Status encode_byte_matrix(CUtensorMap& map, void const* matrix, int64_t rows, int64_t columns, int box_rows) {
+  auto const row_bytes = static_cast<cuuint64_t>(columns);
+  return encode_boxes<2>(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, matrix, {row_bytes, static_cast<cuuint64_t>(rows)},
+                         {row_bytes}, {kPanelBytes, static_cast<cuuint32_t>(box_rows)});
 }
 
 }  // namespace redknot

@@ -2,16 +2,13 @@
 
 #include <algorithm>
 
+#include "common/segments.h"
 #include "kinds.h"
 #include "refusal.h"
 #include "rows.h"
 
 namespace redknot::trt {
 namespace {
-
-constexpr int64_t kSegmentColumns = 5;  // trt_redknot/ops/tables.py
-constexpr int64_t kRopeChannels = 64;
-constexpr int64_t kLeastRows = 4;  // that the kernel scores at a time
 
 enum Input : size_t { kQuery, kWeights, kKeys, kSegments, kRowSegments, kPositions, kVisible, kRope };
 
@@ -30,11 +27,11 @@ class LightningIndexer final : public Operator {
     contract_.inputs = {tensor("q", kBFloat16, {size_of('R'), fixed(kIndexHeads), fixed(kIndexDim)}),
                         tensor("weights", kBFloat16, {size_of('R'), fixed(kIndexHeads)}),
                         stored_rows("keys", format, size_of('E'), kIndexDim, 0),
-                        tensor("segments", kInt64, {size_of('S'), fixed(kSegmentColumns)}),
+                        tensor("segments", kInt64, {size_of('S'), fixed(segment::kColumnCount)}),
                         tensor("row_segments", kInt64, {size_of('R'), fixed(2)}),
                         tensor("positions", kInt64, {size_of('R')}),
                         tensor("visible", kInt64, {size_of('R')}),
-                        rope_table(kRopeChannels)};
+                        rope_table(kRopeDim)};
     if (packed_) {
       contract_.inputs[kKeys].types.push_back(kUnsignedBytes);
     }
@@ -50,8 +47,7 @@ class LightningIndexer final : public Operator {
   }
 
   size_t workspace(Bindings const& most) const override {
-    int64_t const rows = std::max(kLeastRows, std::min(most['R'], rows_at_a_time_));
-    return static_cast<size_t>(lightning_indexer_workspace(most['E'], rows));
+    return static_cast<size_t>(lightning_indexer_workspace(most['E'], std::min(most['R'], rows_at_a_time_)));
   }
 
   Status launch(Call const& call) const override {

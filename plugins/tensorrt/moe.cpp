@@ -6,9 +6,6 @@
 namespace redknot::trt {
 namespace {
 
-constexpr double kMaxExperts = 512;
-constexpr double kMaxTopK = 32;
-
 // logits [R, experts], bias [experts], tau [1] -> expert ids [R, top_k], weights [R, top_k].
 class RouteLearned final : public Operator {
  public:
@@ -209,28 +206,30 @@ class Combine final : public Operator {
 }  // namespace
 
 OperatorKind const& moe_route_learned_kind() {
-  static FieldSpec const fields[] = {integer_field("experts", 1, kMaxExperts), integer_field("top_k", 1, kMaxTopK),
-                                     real_field("scale", 0, 1e6), integer_field("scoring", 0, 2, 0)};
+  static FieldSpec const fields[] = {integer_field("experts", 1, kMaxRoutedExperts),
+                                     integer_field("top_k", 1, kMaxTopK), real_field("scale", 0, 1e6),
+                                     integer_field("scoring", 0, 2, 0)};
   static OperatorKind const kind{"MoeRouteLearned", fields, make_operator<RouteLearned>};
   return kind;
 }
 
 OperatorKind const& moe_route_hash_kind() {
-  static FieldSpec const fields[] = {integer_field("experts", 1, kMaxExperts), integer_field("top_k", 1, kMaxTopK),
-                                     real_field("scale", 0, 1e6), integer_field("scoring", 0, 2, 0)};
+  static FieldSpec const fields[] = {integer_field("experts", 1, kMaxRoutedExperts),
+                                     integer_field("top_k", 1, kMaxTopK), real_field("scale", 0, 1e6),
+                                     integer_field("scoring", 0, 2, 0)};
   static OperatorKind const kind{"MoeRouteHash", fields, make_operator<RouteHash>};
   return kind;
 }
 
 OperatorKind const& moe_permute_kind() {
   static FieldSpec const fields[] = {integer_field("hidden", 8, 1 << 20), integer_field("top_k", 1, kMaxTopK),
-                                     integer_field("first", 0, 1 << 20), integer_field("experts", 1, 1024)};
+                                     integer_field("first", 0, 1 << 20), integer_field("experts", 1, kMaxExperts)};
   static OperatorKind const kind{"MoePermute", fields, make_operator<Permute>};
   return kind;
 }
 
 OperatorKind const& moe_activation_kind() {
-  static FieldSpec const fields[] = {integer_field("width", 8, 1 << 20), integer_field("experts", 1, 1024),
+  static FieldSpec const fields[] = {integer_field("width", 8, 1 << 20), integer_field("experts", 1, kMaxExperts),
                                      real_field("limit", 1e-30, 1e30)};
   static OperatorKind const kind{"MoeActivation", fields, make_operator<Activation>};
   return kind;

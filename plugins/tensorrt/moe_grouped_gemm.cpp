@@ -6,8 +6,6 @@
 namespace redknot::trt {
 namespace {
 
-constexpr int64_t kBlock = 128;  // channels that share a scale
-
 // x [P, depth], ends [experts], weight [experts, width, depth], weight_scale [experts, depth / 128, width / 128]
 // -> out [P, width].
 class GroupedGemm final : public Operator {
@@ -16,7 +14,7 @@ class GroupedGemm final : public Operator {
       : experts_(attributes.integer("experts")),
         depth_(attributes.integer("depth")),
         width_(attributes.integer("width")) {
-    if (depth_ % kBlock != 0 || width_ % kBlock != 0) {
+    if (depth_ % kScaleBlock != 0 || width_ % kScaleBlock != 0) {
       throw Refusal("fields 'depth' and 'width': expected multiples of 128, found " + std::to_string(depth_) + " and " +
                     std::to_string(width_));
     }
@@ -24,7 +22,7 @@ class GroupedGemm final : public Operator {
         tensor("x", kBFloat16, {size_of('P'), fixed(depth_)}),
         tensor("ends", kInt32, {fixed(experts_)}),
         {"weight", {nvinfer1::DataType::kFP8, kBytes, kUnsignedBytes}, {fixed(experts_), fixed(width_), fixed(depth_)}},
-        tensor("weight_scale", kFloat, {fixed(experts_), fixed(depth_ / kBlock), fixed(width_ / kBlock)})};
+        tensor("weight_scale", kFloat, {fixed(experts_), fixed(depth_ / kScaleBlock), fixed(width_ / kScaleBlock)})};
     contract_.outputs = {tensor("out", kBFloat16, {size_of('P'), fixed(width_)})};
   }
 
@@ -61,7 +59,7 @@ class GroupedGemm final : public Operator {
 }  // namespace
 
 OperatorKind const& moe_grouped_gemm_kind() {
-  static FieldSpec const fields[] = {integer_field("experts", 1, 1024), integer_field("depth", 128, 1 << 20),
+  static FieldSpec const fields[] = {integer_field("experts", 1, kMaxExperts), integer_field("depth", 128, 1 << 20),
                                      integer_field("width", 128, 1 << 20)};
   static OperatorKind const kind{"MoeGroupedGemm", fields, make_operator<GroupedGemm>};
   return kind;

@@ -1,13 +1,12 @@
 #include "kernels/attention/seg_latent_attention.h"
 
+#include "common/segments.h"
 #include "kinds.h"
 #include "refusal.h"
 #include "rows.h"
 
 namespace redknot::trt {
 namespace {
-
-constexpr int64_t kSegmentColumns = 5;  // trt_redknot/ops/tables.py
 
 enum Input : size_t {
   kQGlobal,
@@ -53,7 +52,7 @@ class SegLatentAttention final : public Operator {
     std::vector<Dim> const local = {size_of('F'), fixed(local_heads_), fixed(kHeadDim)};
     contract_.inputs = {tensor("q_global", kBFloat16, global),
                         tensor("q_local", kBFloat16, local),
-                        tensor("segments", kInt64, {size_of('S'), fixed(kSegmentColumns)}),
+                        tensor("segments", kInt64, {size_of('S'), fixed(segment::kColumnCount)}),
                         tensor("row_segments", kInt64, {size_of('R'), fixed(2)}),
                         tensor("positions", kInt64, {size_of('R')}),
                         tensor("visible", kInt64, {size_of('R')}),

@@ -1,3 +1,4 @@
+#include "common/segments.h"
 #include "elementwise.h"
 #include "kernels/attention/seg_latent_attention.h"
 
@@ -26,7 +27,7 @@ void attend(Tensor out_global, Tensor out_local, Tensor q_global, Tensor q_local
   int64_t const rows = q_global.size(0), full_rows = q_local.size(0);
   expect(out_global, "out_global", ScalarType::BFloat16, {rows, global_heads, kHeadDim});
   expect(out_local, "out_local", ScalarType::BFloat16, {full_rows, local_heads, kHeadDim});
-  expect(segments, "segments", ScalarType::Long, {kAny, 5});
+  expect(segments, "segments", ScalarType::Long, {kAny, segment::kColumnCount});
   expect(row_segments, "row_segments", ScalarType::Long, {rows, 2});
   expect(positions, "positions", ScalarType::Long, {rows});
   expect(visible, "visible", ScalarType::Long, {rows});

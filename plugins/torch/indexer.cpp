@@ -1,4 +1,5 @@
 #include "bindings.h"
+#include "common/segments.h"
 #include "kernels/indexer/lightning_indexer.h"
 
 namespace redknot::torch_ops {
@@ -17,7 +18,7 @@ void score_inputs(IndexScoreParams& params, Tensor workspace, Tensor q, Tensor w
     expect(keys, "keys", ScalarType::BFloat16, {kAny, kIndexDim});
   }
   STD_TORCH_CHECK(fp8 || !packed, "keys: packed keys are scored in fp8 only");
-  expect(segments, "segments", ScalarType::Long, {kAny, 5});
+  expect(segments, "segments", ScalarType::Long, {kAny, segment::kColumnCount});
   expect(row_segments, "row_segments", ScalarType::Long, {rows, 2});
   expect(positions, "positions", ScalarType::Long, {rows});
   expect(visible, "visible", ScalarType::Long, {rows});

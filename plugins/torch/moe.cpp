@@ -100,7 +100,7 @@ void grouped_gemm(Tensor out, Tensor x, Tensor ends, Tensor weight, Tensor weigh
   int64_t const experts = ends.size(0), depth = x.size(1);
   expect(weight, "weight", ScalarType::Float8_e4m3fn, {experts, kAny, depth});
   int64_t const width = weight.size(1);
-  expect(weight_scale, "weight_scale", ScalarType::Float, {experts, depth / 128, width / 128});
+  expect(weight_scale, "weight_scale", ScalarType::Float, {experts, depth / kScaleBlock, width / kScaleBlock});
   expect(out, "out", ScalarType::BFloat16, {x.size(0), width});
   MoeGroupedGemmParams params{};
   params.x = pointer<void>(x);

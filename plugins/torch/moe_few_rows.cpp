@@ -4,8 +4,6 @@
 namespace redknot::torch_ops {
 namespace {
 
-constexpr int64_t kBlock = 128;
-
 void few_rows(Tensor out, Tensor inner, Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down,
               std::optional<Tensor> gate_up_scale, std::optional<Tensor> down_scale, int64_t first, double limit) {
   expect(x, "x", ScalarType::BFloat16, {kAny, kAny});
@@ -20,8 +18,9 @@ void few_rows(Tensor out, Tensor inner, Tensor x, Tensor ids, Tensor weights, Te
   int64_t const experts = down.size(0), width = down.size(2);
   expect(gate_up, "gate_up", stored, {experts, 2 * width, hidden});
   if (fp8) {
-    expect(*gate_up_scale, "gate_up_scale", ScalarType::Float, {experts, hidden / kBlock, 2 * width / kBlock});
-    expect(*down_scale, "down_scale", ScalarType::Float, {experts, width / kBlock, hidden / kBlock});
+    expect(*gate_up_scale, "gate_up_scale", ScalarType::Float,
+           {experts, hidden / kScaleBlock, 2 * width / kScaleBlock});
+    expect(*down_scale, "down_scale", ScalarType::Float, {experts, width / kScaleBlock, hidden / kScaleBlock});
   }
   expect(inner, "inner", ScalarType::BFloat16, {rows, slots, width});
   expect(out, "out", ScalarType::BFloat16, {rows, hidden});

@@ -357,8 +357,7 @@ template <bool kPacked>
 Status start(Launch const& launch, cudaStream_t stream) {
   constexpr size_t kBytes = sizeof(FewShared);
   auto* const kernel = few_rows_kernel<kPacked>;
-  Status const allowed = allow_clusters(kernel, kBytes);
-  REDKNOT_REQUIRE(allowed == Status::kSuccess, allowed);
+  REDKNOT_TRY(allow_clusters(kernel, kBytes));
   ClusterShape const shape{.cluster = kSplit,
                            .grid = static_cast<unsigned>(kSplit * (launch.full.units + launch.tail.units)),
                            .block = kThreads,

@@ -14,6 +14,7 @@
 // one leave.
 
 #include "common/check.h"
+#include "common/device.h"
 #include "common/ptx.cuh"
 #include "kernels/attention/loader.cuh"
 #include "kernels/attention/worker_output.cuh"
@@ -76,9 +77,8 @@ Status launch_attention(Launch const& launch, cudaStream_t stream) {
   constexpr int kBytes = static_cast<int>(sizeof(Shared<T>));
   static_assert(kBytes <= 227 * 1024);
   int const units = launch.full.units + launch.tail.units;
-  int device = 0, processors = 0;
-  REDKNOT_CUDA(cudaGetDevice(&device));
-  REDKNOT_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  int processors = 0;
+  REDKNOT_TRY(count_processors(processors));
   REDKNOT_CUDA(cudaFuncSetAttribute(attention_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   auto const blocks = static_cast<unsigned>(units < processors ? units : processors);
   attention_kernel<T><<<blocks, T::kThreads, kBytes, stream>>>(launch);

@@ -3,6 +3,7 @@
 // Which keys the rows of a unit read. Rows of one sequence form a group; what some row of the group sees becomes one
 // sequence of key slots: first the union of the sliding windows, then the selected entries or every visible one.
 
+#include "common/segments.h"
 #include "kernels/attention/units.cuh"
 
 namespace redknot::attention {
@@ -42,7 +43,8 @@ struct Group {
   int32_t window_count;
 };
 
-enum Column : int { kStart, kStop, kLatent, kEntry, kEntries, kColumnCount };
+using segment::Column;
+using enum segment::Column;
 
 template <int kRows, int kSegments>
 struct KeyTable {

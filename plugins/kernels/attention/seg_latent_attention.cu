@@ -1,4 +1,5 @@
 #include "common/check.h"
+#include "common/device.h"
 #include "kernels/attention/few_rows.h"
 #include "kernels/attention/seg_latent_attention.h"
 #include "kernels/attention/units.cuh"
@@ -22,8 +23,8 @@ extern template Status launch_attention<64, false>(Launch const&, cudaStream_t);
 
 namespace {
 
-// Blocks that keep every multiprocessor of the largest supported GPU busy.
-constexpr int64_t kEnoughBlocks = 264;
+// Blocks that keep every multiprocessor busy.
+constexpr int64_t kEnoughBlocks = 2 * kHopperProcessors;
 constexpr int kMostColumns = 64;
 
 // Rows with more heads than this fill the M dimension of the products by themselves (wide.h).
@@ -108,8 +109,7 @@ Status attend_wide(Launch launch, cudaStream_t stream) {
   if (op.pool_dtype == Dtype::kPacked) {
     REDKNOT_REQUIRE(op.workspace_bytes >= unpacked_bytes(op), Status::kWorkspaceTooSmall);
     REDKNOT_REQUIRE(aligned(op.workspace, 16), Status::kMisaligned);
-    Status const done = unpack_seen(launch, op.workspace, stream);
-    if (done != Status::kSuccess) return done;
+    REDKNOT_TRY(unpack_seen(launch, op.workspace, stream));
   }
   return launch_wide(launch, stream);
 }
@@ -124,24 +124,20 @@ size_t seg_latent_attention_workspace(SegLatentAttentionParams const& params) {
 }
 
 Status seg_latent_attention(SegLatentAttentionParams const& params, cudaStream_t stream) {
-  Status const valid = attention::check(params);
-  if (valid != Status::kSuccess) return valid;
+  REDKNOT_TRY(attention::check(params));
   bool const packed = params.pool_dtype == Dtype::kPacked;
   int const columns = attention::columns_for(params);
   attention::Launch const wide = attention::regions(params, true, attention::kMostColumns, false);
   attention::Launch const narrow = attention::regions(params, false, columns, params.selected == nullptr);
   bool const any_wide = wide.full.units + wide.tail.units > 0, any_narrow = narrow.full.units + narrow.tail.units > 0;
   if (!any_wide && !any_narrow) return Status::kSuccess;
-  Status const device = require_warpgroup_products();
-  if (device != Status::kSuccess) return device;
+  REDKNOT_TRY(require_warpgroup_products());
   if (attention::are_few(params)) {
     Status const done = attention::attend_few_rows(attention::few_rows_launch(params), packed, stream);
     if (done != Status::kUnsupported) return done;
   }
-  if (any_wide) {
-    Status const done = attention::attend_wide(wide, stream);
-    if (done != Status::kSuccess || !any_narrow) return done;
-  }
+  if (any_wide) REDKNOT_TRY(attention::attend_wide(wide, stream));
+  if (!any_narrow) return Status::kSuccess;
   return packed ? attention::launch_with<true>(columns, narrow, stream)
                 : attention::launch_with<false>(columns, narrow, stream);
 }

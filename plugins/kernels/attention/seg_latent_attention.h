@@ -22,7 +22,7 @@ struct SegLatentAttentionParams {
   float const* sinks_local;     // [local_heads]
   void const* latents;          // [latent_rows, 512] of pool_dtype, 16-byte aligned; packed rows are 640 bytes apart
   void const* entries;          // [entry_rows, 512] of pool_dtype; null: sliding window only
-  int64_t const* segments;      // [segments, 5] columns of trt_redknot/ops/tables.py
+  int64_t const* segments;      // [segments, 5], columns of common/segments.h
   int64_t const* row_segments;  // [rows, 2]
   int64_t const* positions;     // [rows]
   int64_t const* visible;       // [rows]

@@ -2,6 +2,7 @@
 // products. Keys lie in shared memory once and serve as keys and as values.
 
 #include "common/check.h"
+#include "common/device.h"
 #include "common/launch_after.h"
 #include "kernels/attention/wide.h"
 #include "kernels/attention/wide_consumer.cuh"
@@ -64,9 +65,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(__grid_constant_
 Status launch_wide(Launch const& launch, cudaStream_t stream) {
   constexpr int kBytes = static_cast<int>(sizeof(wide::Shared));
   static_assert(kBytes <= 227 * 1024);
-  int device = 0, processors = 0;
-  REDKNOT_CUDA(cudaGetDevice(&device));
-  REDKNOT_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  int processors = 0;
+  REDKNOT_TRY(count_processors(processors));
   int const units = launch.full.units + launch.tail.units;
   auto* const kernel = wide::attention_kernel;
   REDKNOT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));

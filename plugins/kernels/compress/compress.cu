@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "common/check.h"
+#include "common/device.h"
 #include "common/ptx.cuh"
 #include "kernels/compress/launch.h"
 #include "kernels/norm_rope_pack/row.cuh"
@@ -15,9 +16,9 @@ constexpr int kMaxThreads = 384;
 constexpr int kFewBatch = 4;  // slots pooled at a time
 constexpr int kManyBatch = 2;
 constexpr int kPairThreads = 256;
-constexpr int kPairSlots = 256;      // most slots that a block of two entries keeps the rows of
-constexpr int kPairsFrom = 4 * 132;  // entries that fill a Hopper chip twice when blocks take two
-constexpr int kFewSlots = 8;         // entries of at most so many slots take the warp kernel
+constexpr int kPairSlots = 256;                    // most slots that a block of two entries keeps the rows of
+constexpr int kPairsFrom = 4 * kHopperProcessors;  // entries that fill the chip twice when blocks take two
+constexpr int kFewSlots = 8;                       // entries of at most so many slots take the warp kernel
 
 // Softmax pooling of one channel. NaN logits go through the sums; the peak may lose them.
 struct Pool {

@@ -187,8 +187,7 @@ Status hyper_connection_few_rows(HyperConnectionPreParams const& params, cudaStr
   REDKNOT_SUPPORTED(params.rows <= (params.head ? kFewHeadRows : kFewRows) && params.stream_count == kStreams);
   REDKNOT_SUPPORTED(params.hidden % (kBlocks * kQuad) == 0 && params.hidden <= kBlocks * kMostSlice);
   auto* const kernel = params.head ? few_rows_kernel<kStreams> : few_rows_kernel<kSquares>;
-  Status const allowed = allow_clusters(kernel);
-  REDKNOT_REQUIRE(allowed == Status::kSuccess, allowed);
+  REDKNOT_TRY(allow_clusters(kernel));
   ClusterShape const shape{
       .cluster = kBlocks, .grid = static_cast<unsigned>(kBlocks * params.rows), .block = kThreads, .after = true};
   return launch_clusters(kernel, shape, stream, params);

@@ -102,30 +102,20 @@ int clusters_of_device() {
 // The streams as [stream, row, channel], copied in boxes of 64 channels of all streams of a group's rows.
 template <class S>
 Status encode_streams(CUtensorMap& map, HyperConnectionPreParams const& params) {
-  auto const encode = tensor_map_encoder();
-  REDKNOT_REQUIRE(encode != nullptr, Status::kCudaError);
   constexpr cuuint64_t kStreamBytes = S::kHidden * 2;
-  cuuint64_t const sizes[] = {S::kHidden, static_cast<cuuint64_t>(params.rows), kStreams};
-  cuuint64_t const strides[] = {kStreams * kStreamBytes, kStreamBytes};
-  cuuint32_t const box[] = {kPanelChannels, S::kRows, kStreams};
-  cuuint32_t const steps[] = {1, 1, 1};
-  CUresult const result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(params.streams), sizes,
-                                 strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  REDKNOT_REQUIRE(result == CUDA_SUCCESS, Status::kCudaError);
-  return Status::kSuccess;
+  return encode_boxes<3>(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, params.streams,
+                         {S::kHidden, static_cast<cuuint64_t>(params.rows), kStreams},
+                         {kStreams * kStreamBytes, kStreamBytes}, {kPanelChannels, S::kRows, kStreams});
 }
 
 template <class S>
 Status launch(HyperConnectionPreParams const& params, cudaStream_t stream) {
   int64_t const groups = (params.rows + S::kRows - 1) / S::kRows;
-  Status const allowed = allow_clusters(one_pass_kernel<S>, S::kBytes);
-  REDKNOT_REQUIRE(allowed == Status::kSuccess, allowed);
+  REDKNOT_TRY(allow_clusters(one_pass_kernel<S>, S::kBytes));
   int const clusters = clusters_of_device<S>();
   REDKNOT_SUPPORTED(clusters > 0);
   CUtensorMap streams;
-  Status const encoded = encode_streams<S>(streams, params);
-  REDKNOT_REQUIRE(encoded == Status::kSuccess, encoded);
+  REDKNOT_TRY(encode_streams<S>(streams, params));
   return launch_clusters(one_pass_kernel<S>, shape_of<S>(std::min<int64_t>(clusters, groups)), stream, params, streams,
                          static_cast<int>(groups));
 }

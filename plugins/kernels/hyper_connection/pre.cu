@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "common/check.h"
+#include "common/device.h"
 #include "common/ptx.cuh"
 #include "common/vector.cuh"
 #include "kernels/hyper_connection/few_rows.h"
@@ -22,10 +23,10 @@ constexpr int kSlice = 1024;              // depth of one block
 constexpr int kSlicePitch = kSlice + 32;  // rows 64 bytes apart modulo the banks: quads of lanes do not collide
 constexpr int kMixTiles = 3;              // of eight mixes
 constexpr int kMixes = kMixTiles * 8;
-constexpr int kGroup = 2;                 // blocks of 32 channels loaded ahead
-constexpr int kPartial = 28;              // floats a row and split: mixes, then the sum of squares at kMixes
-constexpr int kPre = 4;                   // floats a row: weights of the collapse
-constexpr int kResidentBlocks = 2 * 132;  // two blocks on each of a Hopper chip's multiprocessors
+constexpr int kGroup = 2;     // blocks of 32 channels loaded ahead
+constexpr int kPartial = 28;  // floats a row and split: mixes, then the sum of squares at kMixes
+constexpr int kPre = 4;       // floats a row: weights of the collapse
+constexpr int kResidentBlocks = 2 * kHopperProcessors;
 constexpr int kWeighThreads = 128;
 constexpr int kRowLanes = 8;  // lanes that weigh one row
 
@@ -285,9 +286,8 @@ Status launch(HyperConnectionPreParams const& params, cudaStream_t stream) {
   auto* const weights = static_cast<float*>(params.workspace);  // [rows, kPre], then [splits, rows, kPartial]
   float* const partials = weights + params.rows * kPre;
   int const mixes = mix_count(params);
-  Status const mixed = mixes <= 8 ? launch_mix<1>(params, mixes, split, partials, stream)
-                                  : launch_mix<kMixTiles>(params, mixes, split, partials, stream);
-  REDKNOT_REQUIRE(mixed == Status::kSuccess, mixed);
+  REDKNOT_TRY(mixes <= 8 ? launch_mix<1>(params, mixes, split, partials, stream)
+                         : launch_mix<kMixTiles>(params, mixes, split, partials, stream));
   auto const weigh_blocks = static_cast<unsigned>((params.rows * kRowLanes + kWeighThreads - 1) / kWeighThreads);
   weigh_kernel<kStreams><<<weigh_blocks, kWeighThreads, 0, stream>>>(params, split, partials, weights);
   REDKNOT_LAUNCHED();

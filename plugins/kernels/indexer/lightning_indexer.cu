@@ -1,4 +1,5 @@
 #include "common/check.h"
+#include "common/device.h"
 #include "kernels/indexer/lightning_indexer.h"
 #include "kernels/indexer/salience.cuh"
 #include "kernels/indexer/select.cuh"
@@ -8,7 +9,7 @@ namespace indexer {
 namespace {
 
 constexpr int64_t kAlignment = 256;
-constexpr int64_t kEnoughBlocks = 132;  // multiprocessors of the largest supported GPU
+constexpr int64_t kEnoughBlocks = kHopperProcessors;
 
 int64_t round_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 int64_t key_bytes(int64_t entries) { return round_up(entries * kIndexDim) + round_up(entries * 4); }
@@ -57,8 +58,7 @@ Status score_rounds(Scoring scoring, int rows_at_a_time, cudaStream_t stream, Us
 // Keys as the matrix units read them, then the rounds. There are rows and entries.
 template <class Use>
 Status score(IndexScoreParams const& op, cudaStream_t stream, Use const& use) {
-  Status const device = require_warpgroup_products();
-  if (device != Status::kSuccess) return device;
+  REDKNOT_TRY(require_warpgroup_products());
   int64_t const score_bytes = op.workspace_bytes - key_bytes(op.entries);
   int64_t const fit = score_bytes / (op.entries * 4);
   REDKNOT_REQUIRE(fit >= kRows, Status::kWorkspaceTooSmall);
@@ -95,8 +95,8 @@ int64_t lightning_indexer_workspace(int64_t entries, int64_t rows_at_a_time) {
 Status lightning_indexer(LightningIndexerParams const& op, cudaStream_t stream) {
   REDKNOT_VALID(op.top_k > 0);
   REDKNOT_SUPPORTED(op.top_k <= indexer::kMostSelected);
-  Status const valid = indexer::check(op);
-  if (valid != Status::kSuccess || op.rows == 0) return valid;
+  REDKNOT_TRY(indexer::check(op));
+  if (op.rows == 0) return Status::kSuccess;
   REDKNOT_VALID(op.selected != nullptr);
   if (op.entries == 0) {
     REDKNOT_CUDA(cudaMemsetAsync(op.selected, 0xff, sizeof(int64_t) * op.rows * op.top_k, stream));
@@ -112,8 +112,8 @@ Status lightning_indexer(LightningIndexerParams const& op, cudaStream_t stream) 
 
 Status index_salience(IndexSalienceParams const& op, cudaStream_t stream) {
   REDKNOT_VALID(op.sequence_entries >= 0 && op.sequence_entries <= op.entries);
-  Status const valid = indexer::check(op);
-  if (valid != Status::kSuccess || op.sequence_entries == 0) return valid;
+  REDKNOT_TRY(indexer::check(op));
+  if (op.sequence_entries == 0) return Status::kSuccess;
   REDKNOT_VALID(op.total != nullptr && op.seen != nullptr);
   if (op.rows == 0) {
     REDKNOT_CUDA(cudaMemsetAsync(op.total, 0, sizeof(float) * op.sequence_entries, stream));

@@ -12,7 +12,7 @@ namespace redknot {
 
 inline constexpr int kIndexHeads = 64;
 inline constexpr int kIndexDim = 128;
-inline constexpr int kPackedIndexBytes = 132;  // 128 e4m3 codes, one fp32 scale
+inline constexpr int kPackedIndexBytes = packed_row_bytes(kIndexDim);
 
 // Rows and the entries that they are scored against; meaning: trt_redknot/ops/reference/indexer.py. Tensors are
 // contiguous. Rows are scored a few at a time: the scores of those rows, never of all, lie in the workspace.
@@ -20,7 +20,7 @@ struct IndexScoreParams {
   void const* q;                // bf16 [rows, 64, 128], not rotated, finite
   void const* weights;          // bf16 [rows, 64]
   void const* keys;             // [entries, 128] bf16, or [entries, 132] packed, 16-byte aligned
-  int64_t const* segments;      // [segments, 5]
+  int64_t const* segments;      // [segments, 5], columns of common/segments.h
   int64_t const* row_segments;  // [rows, 2]
   int64_t const* positions;     // [rows]
   int64_t const* visible;       // [rows]

@@ -41,14 +41,15 @@ __global__ void __launch_bounds__(256)
   if (lane == 0) scales[key] = scale;
 }
 
-// Packed rows of 132 bytes are not aligned for the copy into shared memory: codes and scales part here.
+// Packed rows are not aligned for the copy into shared memory: codes and scales part here.
 __global__ void __launch_bounds__(256)
     align_keys(uint32_t const* packed, uint32_t* codes, float* scales, int64_t entries) {
+  constexpr int kWords = kPackedIndexBytes / 4;
   int64_t const key = int64_t{blockIdx.x} * 8 + threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
   if (key >= entries) return;
-  codes[key * 32 + lane] = packed[key * 33 + lane];
-  if (lane == 0) scales[key] = __uint_as_float(packed[key * 33 + 32]);
+  codes[key * 32 + lane] = packed[key * kWords + lane];
+  if (lane == 0) scales[key] = __uint_as_float(packed[key * kWords + 32]);
 }
 
 }  // namespace redknot::indexer

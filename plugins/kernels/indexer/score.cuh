@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "common/ptx.cuh"
+#include "common/segments.h"
 #include "common/wgmma.cuh"
 #include "kernels/indexer/prepare.cuh"
 
@@ -229,9 +230,9 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
   for (int64_t first = first_segment; first < last_segment; first += 32) {
     bool meets = false;
     if (first + lane < last_segment) {
-      int64_t const* columns = s.op.segments + 5 * (first + lane);
-      int64_t const offset = __ldg(columns + 3);
-      meets = max(low, offset) < min(high, offset + __ldg(columns + 4));
+      int64_t const* columns = s.op.segments + segment::kColumnCount * (first + lane);
+      int64_t const offset = __ldg(columns + segment::kEntry);
+      meets = max(low, offset) < min(high, offset + __ldg(columns + segment::kEntries));
     }
     unsigned const met = __ballot_sync(~0u, meets);
     if (met == 0) continue;
@@ -239,8 +240,9 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
     last_met = first + 32 - __clz(static_cast<int>(met));
   }
   for (int64_t segment = first_met; segment < last_met; ++segment) {
-    int64_t const* columns = s.op.segments + 5 * segment;
-    int64_t const start = __ldg(columns), offset = __ldg(columns + 3), count = __ldg(columns + 4);
+    int64_t const* columns = s.op.segments + segment::kColumnCount * segment;
+    int64_t const start = __ldg(columns + segment::kStart), offset = __ldg(columns + segment::kEntry);
+    int64_t const count = __ldg(columns + segment::kEntries);
     int64_t const begin = max(low, offset);
     int64_t end = min(high, offset + count);
     if (begin >= end) continue;
@@ -249,7 +251,8 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
     for (int row = 0; row < rows; ++row) {
       int64_t const from = max(int64_t{0}, __ldg(spans + 2 * row));
       if (from <= segment && segment < __ldg(spans + 2 * row + 1)) {
-        seen = max(seen, __ldg(s.op.segments + 5 * from + 3) + __ldg(s.op.visible + s.first_row + block_row + row));
+        int64_t const first_entry = __ldg(s.op.segments + segment::kColumnCount * from + segment::kEntry);
+        seen = max(seen, first_entry + __ldg(s.op.visible + s.first_row + block_row + row));
       }
     }
     end = min(end, seen);
@@ -271,7 +274,8 @@ __global__ void __launch_bounds__(256, 1) score_kernel(__grid_constant__ Scoring
         t < rows && __ldg(spans + 2 * min(t, rows - 1)) <= segment && segment < __ldg(spans + 2 * min(t, rows - 1) + 1);
     float* out = nullptr;
     if (writes) {
-      int64_t const first_entry = __ldg(s.op.segments + 5 * max(int64_t{0}, __ldg(spans + 2 * t)) + 3);
+      int64_t const from = max(int64_t{0}, __ldg(spans + 2 * t));
+      int64_t const first_entry = __ldg(s.op.segments + segment::kColumnCount * from + segment::kEntry);
       writes = first_entry >= 0 && first_entry <= begin;
       out = s.scores + (int64_t{block_row} + t) * s.op.entries - first_entry;
     }

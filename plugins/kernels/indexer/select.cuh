@@ -295,9 +295,9 @@ __global__ void __launch_bounds__(kSelectThreads)
   int64_t const last = min(int64_t{s.op.segment_count}, __ldg(s.op.row_segments + 2 * row + 1));
   int64_t first_entry = 0, held = 0;
   if (first < last) {
-    int64_t const* tail = s.op.segments + 5 * (last - 1);
-    first_entry = max(int64_t{0}, __ldg(s.op.segments + 5 * first + 3));
-    held = min(__ldg(tail + 3) + __ldg(tail + 4), s.op.entries) - first_entry;
+    int64_t const* tail = s.op.segments + segment::kColumnCount * (last - 1);
+    first_entry = max(int64_t{0}, __ldg(s.op.segments + segment::kColumnCount * first + segment::kEntry));
+    held = min(__ldg(tail + segment::kEntry) + __ldg(tail + segment::kEntries), s.op.entries) - first_entry;
   }
   int const entries = static_cast<int>(max(int64_t{0}, min(held, __ldg(s.op.visible + row))));
   int64_t* out = selected + row * top_k;

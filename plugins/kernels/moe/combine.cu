@@ -1,4 +1,5 @@
 #include "common/check.h"
+#include "common/device.h"
 #include "common/ptx.cuh"
 #include "common/vector.cuh"
 #include "kernels/moe/activation.cuh"
@@ -8,8 +9,7 @@ namespace redknot {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMaxTopK = 32;
-constexpr unsigned kActivationBlocks = 132 * 5;  // of a Hopper chip at once; the next row of each is on its way
+constexpr unsigned kActivationBlocks = 5 * kHopperProcessors;  // at once; the next row of each is on its way
 
 __device__ __forceinline__ void activate(MoeActivationParams const& params, int64_t row, int channel) {
   auto const* source = static_cast<__nv_bfloat16 const*>(params.gate_up) + row * 2 * params.width + channel;

@@ -11,7 +11,6 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kOwn = 2;     // outputs of a warp, which share the loads of their input
 constexpr int kUnroll = 4;  // vectors of each that are on their way together
 constexpr int kMostDepth = 8192;
-constexpr int kBlock = 128;  // channels, and outputs, that share a scale
 constexpr int64_t kMostBlocks = 65535;
 
 // The expert of a row's slot among those held here, or -1.
@@ -33,7 +32,7 @@ __device__ __forceinline__ uint4 const* operand(__nv_bfloat16 const* row, int de
       float values[kVector];
       unpack_bf16(inside ? *reinterpret_cast<uint4 const*>(row + channel) : uint4{0, 0, 0, 0}, values);
       bool finite;
-      int const exponent = scale_exponent(lane_max<kBlock / kVector>(finite_peak(values, finite)));
+      int const exponent = scale_exponent(lane_max<kScaleBlock / kVector>(finite_peak(values, finite)));
       decode_e4m3(encode_e4m3(values, exponent, finite), power_of_two(exponent), values);
       if (inside) staged[channel / kVector] = pack_bf16(values);
     }
@@ -76,8 +75,9 @@ __device__ __forceinline__ void dots(uint4 const* input, void const* weight, flo
     for (int part = 0; part < kCount; ++part) {
       int const row = first + part * apart;
       // An even first row: both rows are of one block.
-      float const scale =
-          kFp8 ? __ldg(scales + static_cast<int64_t>(channel / kBlock) * (outputs / kBlock) + row / kBlock) : 1.0F;
+      float const scale = kFp8 ? __ldg(scales + static_cast<int64_t>(channel / kScaleBlock) * (outputs / kScaleBlock) +
+                                       row / kScaleBlock)
+                               : 1.0F;
 #pragma unroll
       for (int own = 0; own < kOwn; ++own) {
         sums[part][own] += product<kFp8>(x, weight, base + static_cast<int64_t>(row + own) * depth + channel, scale);
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) inner_kernel(MoeFewRowsParams const 
       static_cast<__nv_bfloat16 const*>(params.x) + pair / params.top_k * params.hidden, params.hidden, staged);
   if (first >= params.width) return;
   float const* scales = nullptr;
-  if (kFp8) scales = params.gate_up_scale + expert * (params.hidden / kBlock) * (outputs / kBlock);
+  if (kFp8) scales = params.gate_up_scale + expert * (params.hidden / kScaleBlock) * (outputs / kScaleBlock);
   float sums[2][kOwn];  // gate, up
   dots<kFp8>(x, params.gate_up, scales, expert * outputs * params.hidden, first, params.width, outputs, params.hidden,
              lane, sums);
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads) outer_kernel(MoeFewRowsParams const 
         operand<kFp8>(static_cast<__nv_bfloat16 const*>(params.inner) + pair * params.width, params.width, staged);
     if (inside) {
       float const* scales = nullptr;
-      if (kFp8) scales = params.down_scale + expert * (params.width / kBlock) * (params.hidden / kBlock);
+      if (kFp8) scales = params.down_scale + expert * (params.width / kScaleBlock) * (params.hidden / kScaleBlock);
       float sums[1][kOwn];
       dots<kFp8>(x, params.down, scales, expert * params.hidden * params.width, first, 0, params.hidden, params.width,
                  lane, sums);
@@ -165,7 +165,7 @@ Status launch(MoeFewRowsParams const& params, int64_t pairs, cudaStream_t stream
 Status moe_few_rows(MoeFewRowsParams const& params, cudaStream_t stream) {
   REDKNOT_VALID(params.rows >= 0 && params.top_k > 0 && params.experts > 0 && params.hidden > 0 && params.width > 0);
   bool const fp8 = params.gate_up_scale != nullptr;
-  int const unit = fp8 ? kBlock : kVector;
+  int const unit = fp8 ? kScaleBlock : kVector;
   REDKNOT_SUPPORTED(params.hidden % unit == 0 && params.width % unit == 0);
   REDKNOT_SUPPORTED(params.hidden <= kMostDepth && params.width <= kMostDepth);
   int64_t const pairs = int64_t{params.rows} * params.top_k;

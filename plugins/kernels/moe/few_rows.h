@@ -6,6 +6,7 @@
 
 #include "common/export.h"
 #include "common/status.h"
+#include "kernels/moe/params.h"
 
 namespace redknot {
 

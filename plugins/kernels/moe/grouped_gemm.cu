@@ -2,6 +2,7 @@
 // expert. What is done where is worked out on the device: the host never learns how many rows an expert has.
 
 #include "common/check.h"
+#include "common/device.h"
 #include "common/launch_after.h"
 #include "common/packing.cuh"
 #include "kernels/moe/grouped_gemm.cuh"
@@ -15,7 +16,6 @@ using grouped::kBlock;
 constexpr int kQuantiseThreads = 256;
 constexpr int kQuantiseBlocks = 5;  // of a multiprocessor
 constexpr int kBatch = 2;           // vectors of a lane that are on their way together
-constexpr int kMaxExperts = 1024;
 constexpr int64_t kAlignment = 256;
 
 // The workspace, cut into what it holds.
@@ -81,16 +81,6 @@ __global__ void __launch_bounds__(kQuantiseThreads, kQuantiseBlocks)
   }
 }
 
-// The products are made of Hopper's warpgroup instructions. `processors` becomes the number of its multiprocessors.
-Status check_device(int& processors) {
-  int device = 0, major = 0;
-  REDKNOT_CUDA(cudaGetDevice(&device));
-  REDKNOT_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  REDKNOT_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  REDKNOT_SUPPORTED(major == 9);
-  return Status::kSuccess;
-}
-
 Status check(MoeGroupedGemmParams const& params) {
   REDKNOT_VALID(params.capacity >= 0 && params.experts > 0 && params.depth > 0 && params.width > 0);
   REDKNOT_SUPPORTED(params.experts <= kMaxExperts && params.depth % kBlock == 0 && params.width % kBlock == 0);
@@ -117,18 +107,17 @@ size_t moe_grouped_gemm_workspace(int64_t capacity, int32_t experts, int32_t dep
 }
 
 Status moe_grouped_gemm(MoeGroupedGemmParams const& params, cudaStream_t stream) {
-  Status const valid = check(params);
-  if (valid != Status::kSuccess || params.capacity == 0) return valid;
+  REDKNOT_TRY(check(params));
+  if (params.capacity == 0) return Status::kSuccess;
+  REDKNOT_TRY(require_warpgroup_products());
   int processors = 0;
-  Status const device = check_device(processors);
-  if (device != Status::kSuccess) return device;
+  REDKNOT_TRY(count_processors(processors));
   Workspace const workspace = cut(params.workspace, params.capacity, params.depth);
 
   CUtensorMap rows{}, weights{};
-  Status encoded = encode_byte_matrix(rows, workspace.codes, workspace.code_rows, params.depth, grouped::kHalf);
-  if (encoded != Status::kSuccess) return encoded;
-  encoded = encode_byte_matrix(weights, params.weight, int64_t{params.experts} * params.width, params.depth, kBlock);
-  if (encoded != Status::kSuccess) return encoded;
+  REDKNOT_TRY(encode_byte_matrix(rows, workspace.codes, workspace.code_rows, params.depth, grouped::kHalf));
+  int64_t const weight_rows = int64_t{params.experts} * params.width;
+  REDKNOT_TRY(encode_byte_matrix(weights, params.weight, weight_rows, params.depth, kBlock));
 
   auto const blocks = static_cast<unsigned>(processors * kQuantiseBlocks);
   quantise_kernel<<<blocks, kQuantiseThreads, 0, stream>>>(params, workspace.codes, workspace.scales,

@@ -19,8 +19,8 @@
 
 namespace redknot::grouped {
 
-inline constexpr int kBlock = 128;  // channels that share a scale, rows of a tile, columns of a group
-inline constexpr int kGroups = 2;   // that multiply
+inline constexpr int kBlock = kScaleBlock;  // channels that share a scale, rows of a tile, columns of a group
+inline constexpr int kGroups = 2;           // that multiply
 inline constexpr int kGroupThreads = 128;
 inline constexpr int kThreads = (1 + kGroups) * kGroupThreads;
 inline constexpr int kPair = 2;  // blocks that walk together, 1 or 2

@@ -5,6 +5,11 @@
 
 namespace redknot {
 
+inline constexpr int kMaxTopK = 32;            // experts that a row chooses
+inline constexpr int kMaxRoutedExperts = 512;  // that a router chooses from
+inline constexpr int kMaxExperts = 1024;       // held here
+inline constexpr int kScaleBlock = 128;        // channels, and outputs, that share a scale of an e4m3 weight
+
 enum class Scoring : int32_t { kSqrtSoftplus = 0, kSigmoid = 1, kSoftmax = 2 };
 
 // Bits of a fault word: what a router found that it could not follow.
@@ -17,9 +22,9 @@ struct RouteLearnedParams {
   void const* logits;  // [rows, experts], fp32 or bf16
   bool logits_are_float;
   int64_t rows;
-  int32_t experts;    // at most 512
+  int32_t experts;    // at most kMaxRoutedExperts
   float const* bias;  // fp32 [experts]
-  int32_t top_k;      // at most 32
+  int32_t top_k;      // at most kMaxTopK, and `experts`
   float scale;
   float tau;              // 1 and above: native routing
   float const* tau_cell;  // fp32 [1] in device memory, read instead of `tau`; null: `tau`
@@ -34,11 +39,11 @@ struct RouteHashParams {
   void const* logits;  // [rows, experts], fp32 or bf16
   bool logits_are_float;
   int64_t rows;
-  int32_t experts;       // at most 512
+  int32_t experts;       // at most kMaxRoutedExperts
   int64_t const* table;  // [vocab, top_k]
   int64_t vocab;
   int64_t const* tokens;  // [rows]
-  int32_t top_k;          // at most 32
+  int32_t top_k;          // at most kMaxTopK
   float scale;
   Scoring scoring;
   int64_t* ids;     // [rows, top_k]
@@ -54,7 +59,7 @@ struct MoePermuteParams {
   int32_t hidden;
   int32_t top_k;
   int32_t first;
-  int32_t experts;   // at most 1024
+  int32_t experts;   // at most kMaxExperts
   void* permuted;    // bf16 [rows * top_k, hidden]; rows from ends[experts - 1] on are not written
   int32_t* inverse;  // [rows, top_k], row of `permuted`, -1 where the expert is not held here
   int32_t* ends;     // [experts], one past the last permuted row of each expert
@@ -81,7 +86,7 @@ struct MoeGroupedGemmParams {
   void const* weight;         // e4m3 [experts, width, depth]
   float const* weight_scale;  // [experts, depth / 128, width / 128], of blocks of 128 x 128
   int64_t capacity;
-  int32_t experts;  // at most 1024
+  int32_t experts;  // at most kMaxExperts
   int32_t depth;    // a multiple of 128
   int32_t width;    // a multiple of 128
   void* out;        // bf16 [capacity, width]

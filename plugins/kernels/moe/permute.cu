@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "common/check.h"
+#include "common/device.h"
 #include "common/launch_after.h"
 #include "common/layout.h"
 #include "common/ptx.cuh"
@@ -17,10 +18,8 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kMinPairs = 2048;      // of one block; a multiple of kThreads
 constexpr int64_t kMaxBlocks = 256;  // every block sums the counts of all
-constexpr int kMaxExperts = 1024;
-constexpr int kMaxTopK = 32;
 constexpr int kScatterThreads = 256;
-constexpr int kScatterBlocks = 132 * 4;
+constexpr int kScatterBlocks = 4 * kHopperProcessors;
 constexpr int kAhead = 8;  // vectors of a row that a lane holds at once
 constexpr int kStrip = kAhead * kWarp * kVector;
 constexpr int kPrefetched = 4;  // strips of a warp

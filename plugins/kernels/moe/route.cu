@@ -8,8 +8,6 @@ namespace {
 
 using router::kThreads;
 
-constexpr int kMaxTopK = 32;
-
 template <int kItems>
 __global__ void __launch_bounds__(kThreads) route_learned_kernel(RouteLearnedParams const params) {
   int64_t const row = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
@@ -49,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) route_hash_kernel(RouteHashParams co
 template <typename Params>
 Status check(Params const& params) {
   REDKNOT_VALID(params.rows >= 0 && params.experts > 0 && params.top_k > 0);
-  REDKNOT_SUPPORTED(params.experts <= 512 && params.top_k <= kMaxTopK && params.rows <= INT32_MAX);
+  REDKNOT_SUPPORTED(params.experts <= kMaxRoutedExperts && params.top_k <= kMaxTopK && params.rows <= INT32_MAX);
   REDKNOT_VALID(params.rows == 0 || (params.logits != nullptr && params.ids != nullptr && params.weights != nullptr));
   return Status::kSuccess;
 }
@@ -77,7 +75,7 @@ void launch_four_rows(RouteLearnedParams const& params, cudaStream_t stream) {
 }  // namespace
 
 Status moe_route_learned(RouteLearnedParams const& params, cudaStream_t stream) {
-  REDKNOT_REQUIRE(check(params) == Status::kSuccess, check(params));
+  REDKNOT_TRY(check(params));
   REDKNOT_VALID(params.top_k <= params.experts);
   if (params.rows == 0) return Status::kSuccess;
   REDKNOT_VALID(params.bias != nullptr);
@@ -96,7 +94,7 @@ Status moe_route_learned(RouteLearnedParams const& params, cudaStream_t stream) 
 }
 
 Status moe_route_hash(RouteHashParams const& params, cudaStream_t stream) {
-  REDKNOT_REQUIRE(check(params) == Status::kSuccess, check(params));
+  REDKNOT_TRY(check(params));
   REDKNOT_VALID(params.faults != nullptr && params.vocab >= 0);
   REDKNOT_CUDA(cudaMemsetAsync(params.faults, 0, sizeof(int32_t), stream));
   if (params.rows == 0) return Status::kSuccess;

@@ -4,13 +4,14 @@
 // weights are unpacked once and the next row is on its way while this one is finished. Bit for bit what finish_row
 // stores.
 
+#include "common/device.h"
 #include "common/dtype.h"
 #include "kernels/norm_rope_pack/row.cuh"
 
 namespace redknot {
 
 inline constexpr int kLatentWarps = 8;
-inline constexpr int kLatentBlocks = 132 * 4;                      // what a Hopper chip holds at once
+inline constexpr int kLatentBlocks = 4 * kHopperProcessors;        // what the chip holds at once
 inline constexpr int kHalfRow = kWarp * kVector;                   // channels of one access of a warp
 inline constexpr int kRopeLane = (kNopeDim - kHalfRow) / kVector;  // first lane whose second vector is rotated
 static_assert(kHeadDim == 2 * kHalfRow && kNopeDim > kHalfRow);

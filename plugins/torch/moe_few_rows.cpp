@@ -18,6 +18,9 @@ void few_rows(Tensor out, Tensor inner, Tensor x, Tensor ids, Tensor weights, Te
   int64_t const experts = down.size(0), width = down.size(2);
   expect(gate_up, "gate_up", stored, {experts, 2 * width, hidden});
   if (fp8) {
+    // Scales of no block would be no scales, and codes then bf16 to the kernel.
+    STD_TORCH_CHECK(hidden > 0 && width > 0 && hidden % kScaleBlock == 0 && width % kScaleBlock == 0,
+                    "down: expected multiples of 128 channels with scales, found ", hidden, " and ", width);
     expect(*gate_up_scale, "gate_up_scale", ScalarType::Float,
            {experts, hidden / kScaleBlock, 2 * width / kScaleBlock});
     expect(*down_scale, "down_scale", ScalarType::Float, {experts, width / kScaleBlock, hidden / kScaleBlock});

@@ -31,7 +31,7 @@ class Pre : public Operator {
   Pre(Attributes const& attributes, bool head)
       : sizes_(read_sizes(attributes)),
         head_(head),
-        iterations_(head ? 1 : attributes.integer("iterations")),
+        iterations_(head ? 0 : attributes.integer("iterations")),
         eps_(attributes.real("eps")),
         norm_eps_(attributes.real("norm_eps")) {
     Dim const streams = fixed(sizes_.streams);

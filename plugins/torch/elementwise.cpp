@@ -150,7 +150,6 @@ HyperConnectionPreParams mixes(Tensor const& normed, Tensor const& streams, Tens
   params.scale = pointer<float>(scale);
   params.norm = pointer<void>(norm);
   params.head = head;
-  params.iterations = 1;
   params.eps = static_cast<float>(eps);
   params.norm_eps = static_cast<float>(norm_eps);
   params.normed = pointer<void>(normed);

@@ -18,7 +18,7 @@ struct HyperConnectionPreParams {
   void const* norm;    // [hidden], fp32 or bf16
   bool norm_is_float;
   bool head;           // only the collapse: no post, no comb
-  int32_t iterations;  // of Sinkhorn
+  int32_t iterations;  // of Sinkhorn, at least 1; not of the head
   float eps;
   float norm_eps;
   void* normed;     // bf16 [rows, hidden]

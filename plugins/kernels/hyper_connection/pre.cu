@@ -312,10 +312,10 @@ size_t hyper_connection_pre_workspace(int64_t rows, int32_t stream_count, int32_
 }
 
 Status hyper_connection_pre(HyperConnectionPreParams const& params, cudaStream_t stream) {
-  REDKNOT_VALID(params.rows >= 0 && params.hidden > 0 && params.iterations > 0);
+  REDKNOT_VALID(params.rows >= 0 && params.hidden > 0 && (params.head || params.iterations > 0));
   REDKNOT_SUPPORTED(params.stream_count == 2 || params.stream_count == 4);
-  REDKNOT_SUPPORTED(params.hidden % kVector == 0 && params.stream_count * params.hidden % 32 == 0);
   REDKNOT_SUPPORTED(params.hidden <= 4 * kThreads * kVector && params.rows <= INT32_MAX);
+  REDKNOT_SUPPORTED(params.hidden % kVector == 0 && params.stream_count * params.hidden % 32 == 0);
   if (params.rows == 0) return Status::kSuccess;
   REDKNOT_VALID(params.streams != nullptr && params.fn != nullptr && params.base != nullptr && params.scale != nullptr);
   REDKNOT_VALID(params.norm != nullptr && params.normed != nullptr && params.workspace != nullptr);

@@ -1,6 +1,5 @@
 #include "kernels/compress/launch.h"
 #include "kinds.h"
-#include "refusal.h"
 #include "rows.h"
 
 namespace redknot::trt {
@@ -20,10 +19,7 @@ class Compress final : public Operator {
         rope_dim_(attributes.integer("rope_dim")),
         format_(static_cast<RowFormat>(attributes.integer("format"))),
         eps_(attributes.real("eps")) {
-    if (width_ % 8 != 0 || rope_dim_ % 8 != 0 || rope_dim_ > width_) {
-      throw Refusal("fields 'width' and 'rope_dim': expected multiples of 8 with rope_dim <= width, found " +
-                    std::to_string(width_) + " and " + std::to_string(rope_dim_));
-    }
+    require_vectors(width_, rope_dim_);
     contract_.inputs = {tensor("kv", kBFloat16, {size_of('N'), fixed(series_ * width_)}),
                         tensor("gate", kBFloat16, {size_of('N'), fixed(series_ * width_)}),
                         weight("ape", {fixed(ratio_), fixed(series_ * width_)}),

@@ -84,7 +84,8 @@ class LightningIndexer final : public Operator {
 }  // namespace
 
 OperatorKind const& lightning_indexer_kind() {
-  static FieldSpec const fields[] = {integer_field("top_k", 1, 1024), integer_field("rows_at_a_time", 4, 1 << 20, 1024),
+  static FieldSpec const fields[] = {integer_field("top_k", 1, kMostSelected),
+                                     integer_field("rows_at_a_time", 4, 1 << 20, 1024),
                                      integer_field("packed", 0, 1, 0), integer_field("fp8", 0, 1, 1)};
   static OperatorKind const kind{"LightningIndexer", fields, make_operator<LightningIndexer>};
   return kind;

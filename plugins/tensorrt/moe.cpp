@@ -102,6 +102,7 @@ class Permute final : public Operator {
         top_k_(attributes.integer("top_k")),
         first_(attributes.integer("first")),
         experts_(attributes.integer("experts")) {
+    require_vectors("hidden", hidden_);
     contract_.inputs = {tensor("x", kBFloat16, {size_of('R'), fixed(hidden_)}),
                         tensor("ids", kInt64, {size_of('R'), fixed(top_k_)})};
     contract_.outputs = {tensor("permuted", kBFloat16, {size_of('R', top_k_), fixed(hidden_)}),
@@ -145,6 +146,7 @@ class Activation final : public Operator {
  public:
   explicit Activation(Attributes const& attributes)
       : width_(attributes.integer("width")), experts_(attributes.integer("experts")), limit_(attributes.real("limit")) {
+    require_vectors("width", width_);
     contract_.inputs = {tensor("gate_up", kBFloat16, {size_of('P'), fixed(2 * width_)}),
                         tensor("ends", kInt32, {fixed(experts_)})};
     contract_.outputs = {tensor("activated", kBFloat16, {size_of('P'), fixed(width_)})};
@@ -176,6 +178,7 @@ class Combine final : public Operator {
  public:
   explicit Combine(Attributes const& attributes)
       : hidden_(attributes.integer("hidden")), top_k_(attributes.integer("top_k")) {
+    require_vectors("hidden", hidden_);
     contract_.inputs = {tensor("y", kBFloat16, {size_of('P'), fixed(hidden_)}),
                         tensor("inverse", kInt32, {size_of('R'), fixed(top_k_)}),
                         tensor("weights", kFloat, {size_of('R'), fixed(top_k_)})};

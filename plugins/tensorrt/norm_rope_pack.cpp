@@ -17,10 +17,7 @@ class NormRopePack final : public Operator {
         weighted_(attributes.flag("weighted")),
         format_(static_cast<RowFormat>(attributes.integer("format"))),
         eps_(attributes.real("eps")) {
-    if (width_ % 8 != 0 || rope_dim_ % 8 != 0 || rope_dim_ > width_) {
-      throw Refusal("fields 'width' and 'rope_dim': expected multiples of 8 with rope_dim <= width, found " +
-                    std::to_string(width_) + " and " + std::to_string(rope_dim_));
-    }
+    require_vectors(width_, rope_dim_);
     if (heads_ > 0 && format_ != RowFormat::kBFloat16) {
       throw Refusal("field 'format': expected 0 where 'heads' is given, found " +
                     std::to_string(static_cast<int32_t>(format_)));

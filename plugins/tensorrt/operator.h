@@ -39,7 +39,7 @@ class Operator {
   virtual Contract const& contract() const = 0;
   // Relations between sizes that letters cannot express; throws Refusal.
   virtual void check(Bindings const& /*sizes*/) const {}
-  // Bytes of workspace for sizes up to `most`.
+  // Bytes of workspace for sizes up to `most`: no smaller ones may need more.
   virtual size_t workspace(Bindings const& /*most*/) const { return 0; }
   virtual Status launch(Call const& call) const = 0;
 };

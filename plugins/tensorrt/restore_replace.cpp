@@ -13,9 +13,7 @@ class RestoreReplace final : public Operator {
  public:
   explicit RestoreReplace(Attributes const& attributes)
       : width_(attributes.integer("width")), packed_(attributes.flag("packed")), indexed_(attributes.flag("indexed")) {
-    if (width_ % 8 != 0) {
-      throw Refusal("field 'width': expected a multiple of 8, found " + std::to_string(width_));
-    }
+    require_vectors("width", width_);
     contract_.inputs = {
         tensor("global", kBFloat16, {size_of('R'), fixed(width_)}),
         tensor("local", kBFloat16, {size_of('L'), fixed(width_)}),

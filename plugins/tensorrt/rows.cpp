@@ -5,6 +5,19 @@
 
 namespace redknot::trt {
 
+void require_vectors(char const* field, int64_t channels) {
+  if (channels % 8 != 0) {
+    throw Refusal(std::string("field '") + field + "': expected a multiple of 8, found " + std::to_string(channels));
+  }
+}
+
+void require_vectors(int64_t width, int64_t rope_dim) {
+  if (width % 8 != 0 || rope_dim % 8 != 0 || rope_dim > width) {
+    throw Refusal("fields 'width' and 'rope_dim': expected multiples of 8 with rope_dim <= width, found " +
+                  std::to_string(width) + " and " + std::to_string(rope_dim));
+  }
+}
+
 int64_t stored_row_bytes(RowFormat format, int64_t width, int64_t rope_dim) {
   switch (format) {
     case RowFormat::kBFloat16: return 2 * width;

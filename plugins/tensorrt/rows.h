@@ -33,6 +33,10 @@ inline TensorSpec rope_table(int64_t rope_dim) {
   return tensor("rope", kFloat, {size_of('T'), fixed(rope_dim / 2), fixed(2)});
 }
 
+// Refuse fields of channels that do not come in vectors of eight.
+void require_vectors(char const* field, int64_t channels);
+void require_vectors(int64_t width, int64_t rope_dim);
+
 // Bytes of one row of `width` channels.
 int64_t stored_row_bytes(RowFormat format, int64_t width, int64_t rope_dim);
 

@@ -76,8 +76,12 @@ class SegLatentAttention final : public Operator {
       throw Refusal("expected at most as many rows in 'q_local' as in 'q_global', found " + std::to_string(sizes['F']) +
                     " and " + std::to_string(sizes['R']));
     }
-    if (sizes['R'] > INT32_MAX || sizes['S'] > INT32_MAX || (has_selected_ && sizes['K'] > INT32_MAX)) {
-      throw Refusal("expected rows, segments and top-k below 2^31");
+    if (sizes['R'] > INT32_MAX || sizes['S'] > INT32_MAX) {
+      throw Refusal("expected rows and segments below 2^31");
+    }
+    if (has_selected_ && sizes['K'] > kMaxSelected) {
+      throw Refusal("expected at most " + std::to_string(kMaxSelected) + " entries of a row in 'selected', found " +
+                    std::to_string(sizes['K']));
     }
   }
 

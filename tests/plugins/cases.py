@@ -35,6 +35,7 @@ class Case:
         outputs: name, dtype and shape of every output.
         expected: the outputs through torch, on a GPU: what the plugin's bytes must be.
         valid: rows of each output, from the first, that the op defines.
+        aligned: bytes that the addresses of inputs must be multiples of, where it is more than an element.
     """
 
     plugin: str
@@ -43,6 +44,7 @@ class Case:
     outputs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     expected: Callable[[], Mapping[str, torch.Tensor]]
     valid: Callable[[], Mapping[str, int]] = field(default=dict)
+    aligned: Mapping[str, int] = field(default_factory=dict)
     communicator: int | None = None
 
     def write(self, folder: Path, *, contents: bool) -> Path:
@@ -57,6 +59,7 @@ class Case:
             lines.append(_line("input", name, tensor.dtype, tensor.shape, str(path) if contents else "-"))
         for name, (dtype, shape) in self.outputs.items():
             lines.append(_line("output", name, dtype, shape, str(self.output_path(folder, name)) if contents else "-"))
+        lines += [f"aligned {name} {size}" for name, size in self.aligned.items()]
         if self.communicator is not None:
             lines.append(f"communicator {self.communicator}")
         manifest = folder / "manifest"
@@ -389,6 +392,7 @@ def attention_cases(seed: int, device: str, rows: int) -> list[Case]:
                     "out_local": (torch.bfloat16, (rows // 2, heads[1], 512)),
                 },
                 expected=attend,
+                aligned=dict.fromkeys(("q_global", "q_local", "rope", "latents", "entries"), 16),
             )
         )  # fmt: skip
     return cases
@@ -421,6 +425,7 @@ def indexer_cases(seed: int, device: str, rows: int) -> list[Case]:
                 },
                 outputs={"selected": (torch.int64, (rows, 16))},
                 expected=select,
+                aligned={"q": 16, "keys": 16, "rope": 8},
             )
         )  # fmt: skip
     return cases

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
 
 namespace {
 
@@ -160,16 +161,16 @@ void check_configure(Faces const& plugin, Manifest const& manifest, Checks& chec
 // Descriptions that differ in one respect must be refused with a message, by onShapeChange and by enqueue alike.
 void check_refusals(Faces const& plugin, Manifest const& manifest, Logger& logger, Checks& checks) {
   // Never read: every call below is refused before a kernel could be launched.
-  std::vector<char> memory(64);
-  std::vector<void const*> const inputs(manifest.inputs.size(), memory.data());
-  std::vector<void*> const outputs(manifest.outputs.size(), memory.data());
+  alignas(256) static char memory[512];
+  std::vector<void const*> const inputs(manifest.inputs.size(), memory);
+  std::vector<void*> const outputs(manifest.outputs.size(), memory);
   auto const refuses = [&](std::vector<PluginTensorDesc> const& in, std::vector<PluginTensorDesc> const& out,
                            std::string const& mention, std::string const& what) {
     (void)logger.take();
     bool const shape = plugin.runtime->onShapeChange(in.data(), count_of(in), out.data(), count_of(out)) != 0;
     checks.expect_refusal(shape, logger, mention, "onShapeChange: " + what);
     bool const run =
-        plugin.runtime->enqueue(in.data(), out.data(), inputs.data(), outputs.data(), memory.data(), nullptr) != 0;
+        plugin.runtime->enqueue(in.data(), out.data(), inputs.data(), outputs.data(), memory, nullptr) != 0;
     checks.expect_refusal(run, logger, mention, "enqueue: " + what);
   };
   auto const spoil = [&](std::vector<Tensor> const& tensors, bool output) {
@@ -199,8 +200,20 @@ void check_refusals(Faces const& plugin, Manifest const& manifest, Logger& logge
     missing[input] = nullptr;
     (void)logger.take();
     bool const run =
-        plugin.runtime->enqueue(in.data(), out.data(), missing.data(), outputs.data(), memory.data(), nullptr) != 0;
+        plugin.runtime->enqueue(in.data(), out.data(), missing.data(), outputs.data(), memory, nullptr) != 0;
     checks.expect_refusal(run, logger, manifest.inputs[input].name, "a null address of " + manifest.inputs[input].name);
+  }
+  bool empty = true;
+  for (Tensor const& output : manifest.outputs) empty = empty && output.bytes() == 0;
+  for (size_t input = 0; input < inputs.size() && !empty; ++input) {
+    auto const found = manifest.aligned.find(manifest.inputs[input].name);
+    if (found == manifest.aligned.end() || manifest.inputs[input].bytes() == 0) continue;
+    std::vector<void const*> shifted = inputs;
+    shifted[input] = memory + found->second / 2;
+    (void)logger.take();
+    bool const run =
+        plugin.runtime->enqueue(in.data(), out.data(), shifted.data(), outputs.data(), memory, nullptr) != 0;
+    checks.expect_refusal(run, logger, "misaligned", "an address of " + found->first + " between its multiples");
   }
 }
 
@@ -242,6 +255,15 @@ Plugin create(nvinfer1::IPluginCreatorV3One& creator, std::vector<Field> const& 
   return Plugin(creator.createPlugin("under_test", &collection, phase));
 }
 
+size_t workspace_bytes(nvinfer1::IPluginCreatorV3One& creator, Manifest const& manifest) {
+  Plugin const plugin = create(creator, manifest.fields, TensorRTPhase::kBUILD);
+  if (plugin == nullptr) throw std::runtime_error("no plugin " + manifest.plugin + " was made of the manifest");
+  std::vector<DynamicPluginTensorDesc> const in = dynamic(manifest.input_descs());
+  std::vector<DynamicPluginTensorDesc> const out = dynamic(manifest.output_descs());
+  return faces(*plugin).build->getWorkspaceSize(in.data(), static_cast<int32_t>(in.size()), out.data(),
+                                                static_cast<int32_t>(out.size()));
+}
+
 Plugin check_contract(nvinfer1::IPluginCreatorV3One& creator, Manifest const& manifest, Logger& logger,
                       Checks& checks) {
   check_fields(creator, manifest, logger, checks);
@@ -274,8 +296,8 @@ Plugin check_contract(nvinfer1::IPluginCreatorV3One& creator, Manifest const& ma
   std::vector<PluginTensorDesc> const in = manifest.input_descs();
   std::vector<PluginTensorDesc> const out = manifest.output_descs();
   for (int time = 0; time < 2; ++time) {
-    checks.expect(runtime.runtime->onShapeChange(in.data(), count_of(in), out.data(), count_of(out)) == 0,
-                  "the shapes are accepted");
+    bool const accepted = runtime.runtime->onShapeChange(in.data(), count_of(in), out.data(), count_of(out)) == 0;
+    checks.expect(accepted, "the shapes are accepted: " + logger.take());
   }
   check_refusals(runtime, manifest, logger, checks);
   return attached;

@@ -38,5 +38,8 @@ Plugin create(nvinfer1::IPluginCreatorV3One& creator, std::vector<Field> const& 
 // Build phase, serialisation, runtime phase and refusals, all without a GPU. Gives a plugin of the runtime phase.
 Plugin check_contract(nvinfer1::IPluginCreatorV3One& creator, Manifest const& manifest, Logger& logger, Checks& checks);
 
+// Bytes of workspace that a build would set aside for shapes up to the manifest's.
+size_t workspace_bytes(nvinfer1::IPluginCreatorV3One& creator, Manifest const& manifest);
+
 // Enqueue on device tensors: eagerly, from a captured graph and in two contexts at once. Writes the outputs' bytes.
 void check_device(nvinfer1::IPluginV3& plugin, Manifest const& manifest, Checks& checks);

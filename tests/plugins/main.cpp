@@ -1,6 +1,7 @@
 // contract_host LIBRARY list                      creators of the library, one a line: namespace name version
 // contract_host LIBRARY contract MANIFEST...      the contract of one plugin a manifest, without a GPU
 // contract_host LIBRARY device MANIFEST...        the same, then enqueue on the GPU; outputs go to the manifests' files
+// contract_host LIBRARY workspace MANIFEST...     bytes of workspace for shapes up to a manifest's, one plugin a line
 // Exit status 0: everything held; 1: a check failed, printed as FAILED; 2: the program could not run.
 
 #include <dlfcn.h>
@@ -70,7 +71,7 @@ void hand_in_communicator(void* library, int32_t group, Logger& logger, nvinfer1
 }
 
 int run(int count, char** arguments) {
-  if (count < 3) throw std::runtime_error("usage: contract_host LIBRARY list|contract|device [MANIFEST...]");
+  if (count < 3) throw std::runtime_error("usage: contract_host LIBRARY list|contract|device|workspace [MANIFEST...]");
   void* const library = dlopen(arguments[1], RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) throw std::runtime_error(dlerror());
   Creators const creators = creators_of(library);
@@ -81,7 +82,8 @@ int run(int count, char** arguments) {
     }
     return 0;
   }
-  if (mode != "contract" && mode != "device") throw std::runtime_error("unknown mode " + std::string(mode));
+  if (mode != "contract" && mode != "device" && mode != "workspace")
+    throw std::runtime_error("unknown mode " + std::string(mode));
   static Logger logger;
   symbol<void(nvinfer1::ILoggerFinder*)>(library, "setLoggerFinder")(&logger);
   int failures = 0;
@@ -89,6 +91,10 @@ int run(int count, char** arguments) {
     Manifest const manifest = read_manifest(arguments[index]);
     auto const creator = creators.find(manifest.plugin);
     if (creator == creators.end()) throw std::runtime_error("no creator is named " + manifest.plugin);
+    if (mode == "workspace") {
+      std::printf("%s %zu\n", manifest.plugin.c_str(), workspace_bytes(*creator->second, manifest));
+      continue;
+    }
     Checks checks;
     Plugin const plugin = check_contract(*creator->second, manifest, logger, checks);
     if (plugin != nullptr && mode == "device") {

@@ -101,6 +101,11 @@ Manifest read_manifest(std::string const& path) {
       manifest.inputs.push_back(parse_tensor(words));
     } else if (kind == "output") {
       manifest.outputs.push_back(parse_tensor(words));
+    } else if (kind == "aligned") {
+      std::string name;
+      int64_t bytes = 0;
+      if (!(words >> name >> bytes)) throw std::runtime_error("an alignment is: aligned NAME BYTES");
+      manifest.aligned[name] = bytes;
     } else if (kind == "communicator") {
       words >> manifest.communicator_group;
     } else {

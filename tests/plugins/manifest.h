@@ -5,6 +5,7 @@
 #include <NvInferRuntime.h>
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -29,7 +30,8 @@ struct Manifest {
   std::vector<Field> fields;
   std::vector<Tensor> inputs;
   std::vector<Tensor> outputs;
-  int32_t communicator_group = -1;  // a communicator of one rank is handed in for this group
+  std::map<std::string, int64_t> aligned;  // bytes that the addresses of inputs must be multiples of
+  int32_t communicator_group = -1;         // a communicator of one rank is handed in for this group
 
   std::vector<nvinfer1::PluginTensorDesc> input_descs() const;
   std::vector<nvinfer1::PluginTensorDesc> output_descs() const;

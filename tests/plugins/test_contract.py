@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.plugins.cases import Case, all_cases, raw_bytes
@@ -51,18 +52,54 @@ def test_contract_on_zero_rows(built: Built, tmp_path: Path) -> None:
     checked(built.run("contract", *write_all(cases, tmp_path, contents=False)), cases)
 
 
+def size_lines(manifest: Path) -> list[list[str]]:
+    return [line.split() for line in manifest.read_text().splitlines()]
+
+
+@settings(deadline=None, max_examples=20, suppress_health_check=FIXTURES)
+@given(counts=st.lists(st.integers(1, 250_000), min_size=2, max_size=12))
+@example(counts=[10_922, 10_923])
+def test_smaller_shapes_never_need_more_workspace(built: Built, tmp_path: Path, counts: list[int]) -> None:
+    """A build sets workspace aside for the largest shapes, and smaller ones must do with it."""
+    small, large = (
+        [size_lines(path) for path in write_all(all_cases(1, "cpu", rows), tmp_path / str(rows), contents=False)]
+        for rows in (8, 16)
+    )
+    needed: dict[int, list[int]] = {}
+    for count in sorted(counts):
+        manifests = []
+        for index, (low, high) in enumerate(zip(small, large, strict=True)):
+            lines = [
+                [*a[:4], *(str(int(x) + (int(y) - int(x)) * (count - 1)) for x, y in zip(a[4:], b[4:], strict=True))]
+                if a[0] in ("input", "output")
+                else a
+                for a, b in zip(low, high, strict=True)
+            ]
+            manifests.append(tmp_path / f"resized_{index}")
+            manifests[-1].write_text("".join(" ".join(line) + "\n" for line in lines))
+        done = built.run("workspace", *manifests)
+        assert done.returncode == 0, done.stderr
+        needed[count] = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    for before, after in pairwise(needed.values()):
+        assert all(less <= more for less, more in zip(before, after, strict=True)), needed
+
+
 @pytest.mark.parametrize(
-    ("spoil", "problem"),
+    ("plugin", "spoil", "problem"),
     [
-        ({"width": 12}, "multiple of 8"),
-        ({"packed": 2}, "expected a value in"),
-        ({"height": 3}, "unknown field 'height'"),
+        ("RestoreReplace", {"width": 12}, "multiple of 8"),
+        ("RestoreReplace", {"packed": 2}, "expected a value in"),
+        ("RestoreReplace", {"height": 3}, "unknown field 'height'"),
+        ("MoePermute", {"hidden": 12}, "multiple of 8"),
+        ("MoeActivation", {"width": 12}, "multiple of 8"),
+        ("MoeCombine", {"hidden": 12}, "multiple of 8"),
+        ("Compress", {"rope_dim": 12}, "multiples of 8"),
     ],
 )
 def test_a_wrong_manifest_fails_with_the_plugin_s_message(
-    built: Built, tmp_path: Path, spoil: dict[str, int], problem: str
+    built: Built, tmp_path: Path, plugin: str, spoil: dict[str, int], problem: str
 ) -> None:
-    case = all_cases(1, "cpu", 8)[0]
+    case = next(case for case in all_cases(1, "cpu", 8) if case.plugin == plugin)
     lines = case.write(tmp_path, contents=False).read_text().splitlines()
     lines = [line for line in lines if line.split()[2:3] not in [[name] for name in spoil]]
     lines += [f"field int32 {name} {value}" for name, value in spoil.items()]
@@ -71,6 +108,19 @@ def test_a_wrong_manifest_fails_with_the_plugin_s_message(
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED a plugin is created from its fields" in done.stdout
     assert problem in done.stdout
+
+
+def test_more_selected_entries_than_the_kernels_take_are_refused_with_their_shapes(
+    built: Built, tmp_path: Path
+) -> None:
+    case = next(case for case in all_cases(1, "cpu", 8) if "selected" in case.inputs)
+    manifest = case.write(tmp_path, contents=False)
+    lines = [[*line[:-1], "1025"] if line[2:3] == ["selected"] and line[0] == "input" else line
+             for line in size_lines(manifest)]  # fmt: skip
+    manifest.write_text("".join(" ".join(line) + "\n" for line in lines))
+    done = built.run("contract", manifest)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "at most 1024 entries of a row in 'selected', found 1025" in done.stdout
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -89,6 +89,8 @@ Status check(SegLatentAttentionParams const& op) {
   REDKNOT_VALID(op.latent_rows >= 0 && op.latent_rows <= INT32_MAX && op.entry_rows >= 0 && op.entry_rows <= INT32_MAX);
   REDKNOT_SUPPORTED(op.pool_dtype == Dtype::kBFloat16 || op.pool_dtype == Dtype::kPacked);
   REDKNOT_SUPPORTED(op.selected == nullptr || op.top_k <= kMaxSelected);
+  // Units, of which there are no more than heads of rows, are counted in 32 bits, past the last one too.
+  REDKNOT_SUPPORTED(op.rows * (int64_t{op.global_heads} + op.local_heads) <= INT32_MAX / 2);
   if (op.rows == 0) return Status::kSuccess;
   REDKNOT_VALID(op.rope_positions > 0 && op.latents != nullptr && op.segments != nullptr && op.row_segments != nullptr);
   REDKNOT_VALID(op.positions != nullptr && op.visible != nullptr && op.rope != nullptr);
@@ -96,8 +98,9 @@ Status check(SegLatentAttentionParams const& op) {
                 (op.q_global != nullptr && op.out_global != nullptr && op.sinks_global != nullptr));
   REDKNOT_VALID(op.full_rows == 0 || op.local_heads == 0 ||
                 (op.q_local != nullptr && op.out_local != nullptr && op.sinks_local != nullptr));
-  for (void const* pointer : {op.q_global, op.q_local, static_cast<void const*>(op.out_global),
-                              static_cast<void const*>(op.out_local), op.latents, op.entries}) {
+  for (void const* pointer :
+       {op.q_global, op.q_local, static_cast<void const*>(op.out_global), static_cast<void const*>(op.out_local),
+        op.latents, op.entries, static_cast<void const*>(op.rope)}) {
     REDKNOT_REQUIRE(aligned(pointer, 16), Status::kMisaligned);
   }
   return Status::kSuccess;

@@ -11,7 +11,10 @@
 
 namespace redknot {
 
-// Attention of rows over a segment table; meaning: trt_redknot/ops/reference/attention.py. Tensors are contiguous.
+inline constexpr int kMaxSelected = 1024;  // entries of a row
+
+// Attention of rows over a segment table; meaning: trt_redknot/ops/reference/attention.py. Tensors are contiguous; q,
+// outputs, pools and the rope table are 16-byte aligned.
 // Rows see Global heads; the first full_rows of them see Global heads, then Local heads.
 struct SegLatentAttentionParams {
   void const* q_global;         // bf16 [rows, global_heads, 512], normed, not rotated
@@ -20,7 +23,7 @@ struct SegLatentAttentionParams {
   void* out_local;              // bf16 [full_rows, local_heads, 512]
   float const* sinks_global;    // [global_heads]
   float const* sinks_local;     // [local_heads]
-  void const* latents;          // [latent_rows, 512] of pool_dtype, 16-byte aligned; packed rows are 640 bytes apart
+  void const* latents;          // [latent_rows, 512] of pool_dtype; packed rows are 640 bytes apart
   void const* entries;          // [entry_rows, 512] of pool_dtype; null: sliding window only
   int64_t const* segments;      // [segments, 5], columns of common/segments.h
   int64_t const* row_segments;  // [rows, 2]
@@ -36,7 +39,7 @@ struct SegLatentAttentionParams {
   int32_t global_heads;
   int32_t local_heads;
   int32_t segment_count;
-  int32_t top_k;  // at most 1024
+  int32_t top_k;  // at most kMaxSelected
   int32_t window;
   Dtype pool_dtype;  // kBFloat16 or kPacked
   void* workspace;   // seg_latent_attention_workspace bytes, 16-byte aligned

@@ -7,7 +7,6 @@
 namespace redknot::attention {
 
 inline constexpr int kMaxUnitRows = 32;
-inline constexpr int kMaxSelected = 1024;
 
 // Rows [first_row, first_row + rows) all have `heads` heads; a unit takes rows_per_unit of them and heads_per_unit
 // heads.

@@ -22,7 +22,8 @@ Status check(IndexScoreParams const& op) {
   REDKNOT_VALID(op.q != nullptr && op.weights != nullptr && op.keys != nullptr && op.segments != nullptr);
   REDKNOT_VALID(op.row_segments != nullptr && op.positions != nullptr && op.visible != nullptr && op.rope != nullptr);
   REDKNOT_VALID(op.rope_positions > 0 && op.workspace != nullptr);
-  REDKNOT_REQUIRE(aligned(op.q, 16) && aligned(op.keys, 16) && aligned(op.workspace, kAlignment), Status::kMisaligned);
+  REDKNOT_REQUIRE(aligned(op.q, 16) && aligned(op.keys, 16) && aligned(op.rope, 8) && aligned(op.workspace, kAlignment),
+                  Status::kMisaligned);
   return Status::kSuccess;
 }
 
@@ -94,7 +95,7 @@ int64_t lightning_indexer_workspace(int64_t entries, int64_t rows_at_a_time) {
 
 Status lightning_indexer(LightningIndexerParams const& op, cudaStream_t stream) {
   REDKNOT_VALID(op.top_k > 0);
-  REDKNOT_SUPPORTED(op.top_k <= indexer::kMostSelected);
+  REDKNOT_SUPPORTED(op.top_k <= kMostSelected);
   REDKNOT_TRY(indexer::check(op));
   if (op.rows == 0) return Status::kSuccess;
   REDKNOT_VALID(op.selected != nullptr);

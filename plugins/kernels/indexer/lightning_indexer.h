@@ -12,19 +12,20 @@ namespace redknot {
 
 inline constexpr int kIndexHeads = 64;
 inline constexpr int kIndexDim = 128;
+inline constexpr int kMostSelected = 1024;
 inline constexpr int kPackedIndexBytes = packed_row_bytes(kIndexDim);
 
 // Rows and the entries that they are scored against; meaning: trt_redknot/ops/reference/indexer.py. Tensors are
 // contiguous. Rows are scored a few at a time: the scores of those rows, never of all, lie in the workspace.
 struct IndexScoreParams {
-  void const* q;                // bf16 [rows, 64, 128], not rotated, finite
+  void const* q;                // bf16 [rows, 64, 128], not rotated, finite; 16-byte aligned
   void const* weights;          // bf16 [rows, 64]
   void const* keys;             // [entries, 128] bf16, or [entries, 132] packed, 16-byte aligned
   int64_t const* segments;      // [segments, 5], columns of common/segments.h
   int64_t const* row_segments;  // [rows, 2]
   int64_t const* positions;     // [rows]
   int64_t const* visible;       // [rows]
-  float const* rope;            // [rope_positions, 32, 2] cos, sin of the last 64 channels
+  float const* rope;            // [rope_positions, 32, 2] cos, sin of the last 64 channels, 8-byte aligned
   void* workspace;              // 256-byte aligned
   int64_t workspace_bytes;
   int64_t entries;
@@ -38,7 +39,7 @@ struct IndexScoreParams {
 // The best visible entries of every row.
 struct LightningIndexerParams : IndexScoreParams {
   int64_t* selected;  // [rows, top_k]: best first, ties to the earlier entry, -1 where there are fewer
-  int32_t top_k;      // 1 to 1024
+  int32_t top_k;      // 1 to kMostSelected
 };
 
 // How much the rows of one sequence look at each of its entries.

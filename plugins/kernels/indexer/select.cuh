@@ -26,7 +26,6 @@ inline constexpr int kLoads = 4;        // quads that a thread has on their way
 inline constexpr int kWarps = kSelectThreads / 32;
 inline constexpr int kOwnBins = kBins / kSelectThreads;
 inline constexpr int kMostInBin = 48;  // a key is compared with those of its bin one by one
-inline constexpr int kMostSelected = 1024;
 inline constexpr int kBinned = kMostSelected + kMostInBin;
 
 struct SelectShared {

@@ -219,7 +219,9 @@ __global__ void __launch_bounds__(kScatterThreads, 4) scatter_kernel(MoePermuteP
 
 size_t moe_permute_workspace(int64_t rows, int32_t top_k, int32_t experts) {
   if (rows <= 0 || top_k <= 0 || experts <= 0) return 0;
-  return static_cast<size_t>(sort_blocks(rows * top_k)) * static_cast<size_t>(experts) * sizeof(int32_t);
+  // Not sort_blocks(): one pair more may take larger blocks, and fewer.
+  int64_t const most_blocks = std::min(kMaxBlocks, (rows * top_k + kMinPairs - 1) / kMinPairs);
+  return static_cast<size_t>(most_blocks) * static_cast<size_t>(experts) * sizeof(int32_t);
 }
 
 Status moe_permute(MoePermuteParams const& params, cudaStream_t stream) {

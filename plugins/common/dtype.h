@@ -14,13 +14,10 @@ enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kPacked = 2 };
 inline constexpr int kHeadDim = 512;
 inline constexpr int kRopeDim = 64;
 inline constexpr int kNopeDim = kHeadDim - kRopeDim;
-inline constexpr int kLatentBlock = 64;  // channels that share a ue8m0 scale
 inline constexpr int kLatentScales = kNopeDim / kLatentBlock;
 inline constexpr int kLatentScaleOffset = kNopeDim + 2 * kRopeDim;
 inline constexpr int kPackedLatentBytes = packed_latent_bytes(kHeadDim, kRopeDim);
 inline constexpr int kPackedLatentPitch = packed_latent_pitch(kHeadDim, kRopeDim);  // in a pool
 static_assert(kLatentScaleOffset + kLatentScales <= kPackedLatentBytes && kPackedLatentBytes % 8 == 0);
-
-inline constexpr int kRowBlock = 128;  // channels of a plain packed row that share an fp32 scale
 
 }  // namespace redknot

@@ -256,8 +256,7 @@ class FewRows {
       if (!shared_.present[key]) s[i] = kNone;
       most = fmaxf(most, s[i]);
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    most = lane_max<kWarp>(most);
     float const origin = most == kNone ? 0.0f : most;
     float const factor = ptx::exp2_fast(base_ - origin);
     float total = 0;
@@ -267,9 +266,7 @@ class FewRows {
       total += p;
       shared_.probabilities[warp_ * kProbabilityPitch + 32 * i + lane_] = __float2bfloat16_rn(p);
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-    sum_ = sum_ * factor + total;
+    sum_ = sum_ * factor + lane_sum<kWarp>(total);
     base_ = most;
     if (lane_ == 0) shared_.factor[warp_] = factor;
   }
@@ -319,15 +316,12 @@ class FewRows {
     int const channel = static_cast<int>(cluster::rank()) * kMergedChannels + lane_;
     float const base = lane_ < kSplit ? cluster::load(&shared_.base[warp_], lane_) : kNone;
     float const sum = lane_ < kSplit ? cluster::load(&shared_.sum[warp_], lane_) : 0;
-    float most = base;
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    float const most = lane_max<kWarp>(base);
     bool const any = most != kNone;
     float const sink = sink_of(op_, unit_.head + warp_);
     float const peak = fmaxf(most, sink), weight = ptx::exp2_fast(base - peak);
-    float total = sum * weight, value = 0;
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+    float const total = lane_sum<kWarp>(sum * weight);
+    float value = 0;
 #pragma unroll
     for (int block = 0; block < kSplit; ++block) {
       value += __shfl_sync(~0u, weight, block) * cluster::load(&shared_.outputs[warp_][channel], block);

@@ -404,8 +404,7 @@ Status launch_blocks(CompressParams const& params, RowFinish const& finish, int 
 
 template <int kVectors>
 Status launch(CompressParams const& params, cudaStream_t stream) {
-  RowFinish const finish = make_finish(params.norm, params.norm_is_float, params.rope, params.rope_positions,
-                                       params.rope_dim, params.width, params.format, params.eps);
+  RowFinish const finish = make_finish(params);
   if (params.slots_an_entry <= kFewSlots) {
     launch_few<kVectors>(params, finish, stream);
     REDKNOT_LAUNCHED();

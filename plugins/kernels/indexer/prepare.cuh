@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
+#include "common/vector.cuh"
 #include "kernels/indexer/lightning_indexer.h"
 
 namespace redknot::indexer {
@@ -34,8 +35,7 @@ __global__ void __launch_bounds__(256)
   float peak = 0;
 #pragma unroll
   for (float value : x) peak = fmaxf(peak, isfinite(value) ? fabsf(value) : 0.0f);
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
+  peak = lane_max<kWarp>(peak);
   float const scale = block_scale(peak), inverse = 1 / scale;
   codes[key * 32 + lane] = to_e4m3({x[0] * inverse, x[1] * inverse, x[2] * inverse, x[3] * inverse});
   if (lane == 0) scales[key] = scale;

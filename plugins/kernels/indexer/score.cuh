@@ -200,9 +200,7 @@ __device__ __forceinline__ void sum_heads(float const (&products)[2][64], float 
 
 // One scale a row for its weights, which fp16 then holds.
 __device__ __forceinline__ void halve_weights(ScoreShared<true>& shared, int row, int head) {
-  float peak = fabsf(shared.weights[row][head]);
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
+  float const peak = lane_max<kWarp>(fabsf(shared.weights[row][head]));
   if (head % 32 == 0) shared.peaks[row][head / 32] = peak;
   __syncthreads();
   float const scale = block_scale(fmaxf(shared.peaks[row][0], shared.peaks[row][1]));

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kQuantiseThreads, kQuantiseBlocks)
       float values[kVector];
       unpack_bf16(raw[index], values);
       bool finite = true;
-      int const exponent = scale_exponent(lane_max<16>(finite_peak(values, finite)));
+      int const exponent = scale_exponent(lane_max<kBlock / kVector>(finite_peak(values, finite)));
       if (channel >= params.depth) continue;
       *reinterpret_cast<uint2*>(codes + first + channel) = encode_e4m3(values, exponent, finite);
       if (channel % kBlock == 0) scales[channel / kBlock * scale_stride + row] = power_of_two(exponent);

@@ -42,8 +42,7 @@ Status launch(NormRopePackParams const& params, cudaStream_t stream) {
   constexpr int kRowsPerBlock = kThreads / kTeam;
   int64_t const blocks = (params.rows * params.heads + kRowsPerBlock - 1) / kRowsPerBlock;
   REDKNOT_SUPPORTED(blocks <= INT32_MAX);
-  RowFinish const finish = make_finish(params.norm, params.norm_is_float, params.rope, params.rope_positions,
-                                       params.rope_dim, params.width, params.format, params.eps);
+  RowFinish const finish = make_finish(params);
   norm_rope_pack_kernel<kTeam, kVectors><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params, finish);
   REDKNOT_LAUNCHED();
   return Status::kSuccess;
@@ -55,8 +54,7 @@ bool is_latent(NormRopePackParams const& params) {
 }
 
 Status launch_latents(NormRopePackParams const& params, cudaStream_t stream) {
-  RowFinish const finish = make_finish(params.norm, params.norm_is_float, params.rope, params.rope_positions,
-                                       params.rope_dim, params.width, params.format, params.eps);
+  RowFinish const finish = make_finish(params);
   int64_t const blocks = (params.rows + kLatentWarps - 1) / kLatentWarps;
   auto const grid = static_cast<unsigned>(std::min<int64_t>(blocks, kLatentBlocks));
   latents_kernel<<<grid, kLatentWarps * kWarp, 0, stream>>>(params, finish);

@@ -25,27 +25,30 @@ struct RowFinish {
   int64_t bytes;    // of one stored row
 };
 
-inline RowFinish make_finish(void const* norm, bool norm_is_float, float const* rope, int64_t rope_positions,
-                             int32_t rope_dim, int32_t width, RowFormat format, float eps) {
-  RowFinish finish{norm,
-                   norm_is_float,
-                   rope,
-                   rope_positions,
-                   rope_dim,
-                   width,
-                   format,
-                   eps,
-                   1.0F / static_cast<float>(width),
-                   width,
-                   0,
-                   0,
-                   2L * width};
-  if (format == RowFormat::kPackedLatent) {
+// `Params` names a cache row's width, norm, rotation and format.
+template <typename Params>
+RowFinish make_finish(Params const& params) {
+  int32_t const width = params.width, rope_dim = params.rope_dim;
+  RowFinish finish{.norm = params.norm,
+                   .norm_is_float = params.norm_is_float,
+                   .rope = params.rope,
+                   .rope_positions = params.rope_positions,
+                   .rope_dim = rope_dim,
+                   .width = width,
+                   .format = params.format,
+                   .eps = params.eps,
+                   .inverse_width = 1.0F / static_cast<float>(width),
+                   .coded = width,
+                   .scales = 0,
+                   .padding = 0,
+                   .bytes = 2L * width};
+  if (params.format == RowFormat::kPackedLatent) {
     finish.coded = width - rope_dim;
     finish.scales = width + rope_dim;
     finish.bytes = packed_latent_pitch(width, rope_dim);
-    finish.padding = static_cast<int32_t>(finish.bytes) - finish.scales - (finish.coded + 63) / 64;
-  } else if (format == RowFormat::kPackedRow) {
+    finish.padding =
+        static_cast<int32_t>(finish.bytes) - finish.scales - (finish.coded + kLatentBlock - 1) / kLatentBlock;
+  } else if (params.format == RowFormat::kPackedRow) {
     finish.bytes = packed_row_bytes(width);
   }
   return finish;
@@ -81,11 +84,11 @@ __device__ __forceinline__ void store_packed(RowFinish const& finish, uint8_t* r
   float const peak = coded ? finite_peak(values, finite) : 0.0F;
   auto const block = static_cast<uint32_t>(channel);
   if (finish.format == RowFormat::kPackedLatent) {
-    int const exponent = scale_exponent(lane_max<8>(peak));
+    int const exponent = scale_exponent(lane_max<kLatentBlock / kVector>(peak));
     uint8_t* const scales = row + finish.scales;
     if (coded) {
       *reinterpret_cast<uint2*>(row + channel) = encode_e4m3(values, exponent, finite);
-      if (block % 64 == 0) scales[block / 64] = static_cast<uint8_t>(exponent + 127);
+      if (block % kLatentBlock == 0) scales[block / kLatentBlock] = static_cast<uint8_t>(exponent + 127);
     } else if (inside) {
       uint4 const raw = pack_bf16(values);  // rows are 8-byte aligned, not 16
       uint2* const target = reinterpret_cast<uint2*>(row + 2 * channel - finish.coded);
@@ -96,13 +99,14 @@ __device__ __forceinline__ void store_packed(RowFinish const& finish, uint8_t* r
       row[finish.bytes - 1 - at] = 0;
     }
   } else {
-    int const exponent = scale_exponent(lane_max<16>(peak));
+    int const exponent = scale_exponent(lane_max<kRowBlock / kVector>(peak));
     if (!coded) return;
     uint2 const codes = encode_e4m3(values, exponent, finite);
     uint32_t* const target = reinterpret_cast<uint32_t*>(row + channel);  // rows are 4-byte aligned
     target[0] = codes.x;
     target[1] = codes.y;
-    if (block % 128 == 0) reinterpret_cast<float*>(row + finish.width)[block / 128] = power_of_two(exponent);
+    if (block % kRowBlock == 0)
+      reinterpret_cast<float*>(row + finish.width)[block / kRowBlock] = power_of_two(exponent);
   }
 }
 

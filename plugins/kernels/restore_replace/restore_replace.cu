@@ -24,7 +24,7 @@ __device__ __forceinline__ Source load_packed(RestoreReplaceParams const& params
     auto const* words = reinterpret_cast<uint32_t const*>(base + channel);
     source.raw.x = __ldg(words), source.raw.y = __ldg(words + 1);
   }
-  source.scale = __ldg(reinterpret_cast<float const*>(base + params.width) + channel / 128);
+  source.scale = __ldg(reinterpret_cast<float const*>(base + params.width) + channel / kRowBlock);
   return source;
 }
 

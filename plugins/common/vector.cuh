@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "common/ptx.cuh"
+
 namespace redknot {
 
 inline constexpr int kVector = 8;  // channels of one 16-byte access
@@ -34,19 +36,14 @@ __device__ __forceinline__ void unpack_bf16(uint4 raw, float (&values)[kVector])
   uint32_t const words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
-    values[2 * word] = __uint_as_float(words[word] << 16);
-    values[2 * word + 1] = __uint_as_float(words[word] & 0xffff0000U);
+    float2 const pair = ptx::unpack_bf16(words[word]);
+    values[2 * word] = pair.x, values[2 * word + 1] = pair.y;
   }
 }
 
-__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
-  __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<uint32_t const*>(&pair);
-}
-
 __device__ __forceinline__ uint4 pack_bf16(float const (&values)[kVector]) {
-  return {pack_pair(values[0], values[1]), pack_pair(values[2], values[3]), pack_pair(values[4], values[5]),
-          pack_pair(values[6], values[7])};
+  return {ptx::pack_bf16(values[0], values[1]), ptx::pack_bf16(values[2], values[3]),
+          ptx::pack_bf16(values[4], values[5]), ptx::pack_bf16(values[6], values[7])};
 }
 
 __device__ __forceinline__ float round_bf16(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }

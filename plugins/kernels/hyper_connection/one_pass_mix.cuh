@@ -26,9 +26,9 @@ __device__ __forceinline__ void split_terms(float const* fn, uint32_t (&high)[kV
   load_floats(fn, values);
 #pragma unroll
   for (int pair = 0; pair < kVector / 2; ++pair) {
-    high[pair] = pack_pair(values[2 * pair], values[2 * pair + 1]);
+    high[pair] = ptx::pack_bf16(values[2 * pair], values[2 * pair + 1]);
     float2 const whole = ptx::unpack_bf16(high[pair]);
-    low[pair] = pack_pair(values[2 * pair] - whole.x, values[2 * pair + 1] - whole.y);
+    low[pair] = ptx::pack_bf16(values[2 * pair] - whole.x, values[2 * pair + 1] - whole.y);
   }
 }
 

@@ -57,8 +57,8 @@ __device__ void stage_fn(float const* fn, int mixes, int depth, int first, __nv_
     float const rest[4] = {value.x - round_bf16(value.x), value.y - round_bf16(value.y), value.z - round_bf16(value.z),
                            value.w - round_bf16(value.w)};
     int const target = mix * kSlicePitch + column;
-    *reinterpret_cast<uint2*>(high + target) = {pack_pair(value.x, value.y), pack_pair(value.z, value.w)};
-    *reinterpret_cast<uint2*>(low + target) = {pack_pair(rest[0], rest[1]), pack_pair(rest[2], rest[3])};
+    *reinterpret_cast<uint2*>(high + target) = {ptx::pack_bf16(value.x, value.y), ptx::pack_bf16(value.z, value.w)};
+    *reinterpret_cast<uint2*>(low + target) = {ptx::pack_bf16(rest[0], rest[1]), ptx::pack_bf16(rest[2], rest[3])};
   }
 }
 

@@ -299,7 +299,7 @@ __device__ __forceinline__ void store(float const (&sums)[64], __nv_bfloat16* ou
 #pragma unroll
       for (int index = 0; index < 4; ++index) {
         int const place = 4 * (4 * part + index) + 2 * side;
-        words[index] = pack_pair(sums[place], sums[place + 1]);
+        words[index] = ptx::pack_bf16(sums[place], sums[place + 1]);
       }
       transpose_quad(words, lane);
       if (row < rows) {

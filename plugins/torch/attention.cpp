@@ -1,6 +1,6 @@
-#include "common/segments.h"
 #include "elementwise.h"
 #include "kernels/attention/seg_latent_attention.h"
+#include "table.h"
 
 namespace redknot::torch_ops {
 namespace {
@@ -27,11 +27,8 @@ void attend(Tensor out_global, Tensor out_local, Tensor q_global, Tensor q_local
   int64_t const rows = q_global.size(0), full_rows = q_local.size(0);
   expect(out_global, "out_global", ScalarType::BFloat16, {rows, global_heads, kHeadDim});
   expect(out_local, "out_local", ScalarType::BFloat16, {full_rows, local_heads, kHeadDim});
-  expect(segments, "segments", ScalarType::Long, {kAny, segment::kColumnCount});
-  expect(row_segments, "row_segments", ScalarType::Long, {rows, 2});
-  expect(positions, "positions", ScalarType::Long, {rows});
-  expect(visible, "visible", ScalarType::Long, {rows});
-  expect(rope, "rope", ScalarType::Float, {kAny, kRopeDim / 2, 2});
+  SegLatentAttentionParams params{};
+  read_table(params, rows, segments, row_segments, positions, visible, rope);
   Dtype const dtype = expect_pool(latents, "latents");
   if (entries.has_value()) {
     STD_TORCH_CHECK(expect_pool(*entries, "entries") == dtype, "entries: expected the dtype of latents");
@@ -44,7 +41,6 @@ void attend(Tensor out_global, Tensor out_local, Tensor q_global, Tensor q_local
   // Selecting from nothing is a sliding window, not a dense read.
   bool const reads_entries = has_entries && (!selected.has_value() || has_selection);
 
-  SegLatentAttentionParams params{};
   params.q_global = pointer<void>(q_global);
   params.q_local = pointer<void>(q_local);
   params.out_global = pointer<void>(out_global);
@@ -53,20 +49,12 @@ void attend(Tensor out_global, Tensor out_local, Tensor q_global, Tensor q_local
   params.sinks_local = pointer<float>(sinks_local);
   params.latents = pointer<void>(latents);
   params.entries = reads_entries ? pointer<void>(entries) : nullptr;
-  params.segments = pointer<int64_t>(segments);
-  params.row_segments = pointer<int64_t>(row_segments);
-  params.positions = pointer<int64_t>(positions);
-  params.visible = pointer<int64_t>(visible);
   params.selected = reads_entries && has_selection ? pointer<int64_t>(selected) : nullptr;
-  params.rope = pointer<float>(rope);
   params.latent_rows = latents.size(0);
   params.entry_rows = reads_entries ? entries->size(0) : 0;
-  params.rope_positions = rope.size(0);
-  params.rows = narrow(rows, "rows");
   params.full_rows = narrow(full_rows, "rows of q_local");
   params.global_heads = narrow(global_heads, "Global heads");
   params.local_heads = narrow(local_heads, "Local heads");
-  params.segment_count = narrow(segments.size(0), "segments");
   params.top_k = selected.has_value() ? narrow(selected->size(1), "selected entries") : 0;
   params.window = narrow(window, "window");
   params.pool_dtype = dtype;

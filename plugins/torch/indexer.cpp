@@ -1,6 +1,5 @@
-#include "bindings.h"
-#include "common/segments.h"
 #include "kernels/indexer/lightning_indexer.h"
+#include "table.h"
 
 namespace redknot::torch_ops {
 namespace {
@@ -18,27 +17,15 @@ void score_inputs(IndexScoreParams& params, Tensor workspace, Tensor q, Tensor w
     expect(keys, "keys", ScalarType::BFloat16, {kAny, kIndexDim});
   }
   STD_TORCH_CHECK(fp8 || !packed, "keys: packed keys are scored in fp8 only");
-  expect(segments, "segments", ScalarType::Long, {kAny, segment::kColumnCount});
-  expect(row_segments, "row_segments", ScalarType::Long, {rows, 2});
-  expect(positions, "positions", ScalarType::Long, {rows});
-  expect(visible, "visible", ScalarType::Long, {rows});
-  expect(rope, "rope", ScalarType::Float, {kAny, kRopeDim / 2, 2});
+  read_table(params, rows, segments, row_segments, positions, visible, rope);
   expect(workspace, "workspace", ScalarType::Byte, {kAny});
 
   params.q = pointer<void>(q);
   params.weights = pointer<void>(weights);
   params.keys = pointer<void>(keys);
-  params.segments = pointer<int64_t>(segments);
-  params.row_segments = pointer<int64_t>(row_segments);
-  params.positions = pointer<int64_t>(positions);
-  params.visible = pointer<int64_t>(visible);
-  params.rope = pointer<float>(rope);
   params.workspace = pointer<void>(workspace);
   params.workspace_bytes = workspace.numel();
   params.entries = keys.size(0);
-  params.rope_positions = rope.size(0);
-  params.rows = narrow(rows, "rows");
-  params.segment_count = narrow(segments.size(0), "segments");
   params.keys_dtype = packed ? Dtype::kPacked : Dtype::kBFloat16;
   params.fp8 = fp8;
 }

@@ -204,12 +204,10 @@ __global__ void __launch_bounds__(kFewThreads, 5)
 }
 
 // One of eight bf16 channels.
-__device__ __forceinline__ float half_of(uint32_t word, int half) {
-  return __uint_as_float(half == 0 ? word << 16 : word & 0xffff0000U);
-}
 __device__ __forceinline__ float channel_of(uint4 const& raw, int channel) {
   int const word = channel / 2;
-  return half_of(word == 0 ? raw.x : word == 1 ? raw.y : word == 2 ? raw.z : raw.w, channel % 2);
+  float2 const pair = ptx::unpack_bf16(word == 0 ? raw.x : word == 1 ? raw.y : word == 2 ? raw.z : raw.w);
+  return channel % 2 == 0 ? pair.x : pair.y;
 }
 
 // Four bias values at a channel.
@@ -217,7 +215,8 @@ template <bool kFloat>
 __device__ __forceinline__ float4 bias_quad(void const* ape, int offset) {
   if constexpr (kFloat) return __ldg(reinterpret_cast<float4 const*>(static_cast<float const*>(ape) + offset));
   uint2 const raw = __ldg(reinterpret_cast<uint2 const*>(static_cast<__nv_bfloat16 const*>(ape) + offset));
-  return {half_of(raw.x, 0), half_of(raw.x, 1), half_of(raw.y, 0), half_of(raw.y, 1)};
+  float2 const low = ptx::unpack_bf16(raw.x), high = ptx::unpack_bf16(raw.y);
+  return {low.x, low.y, high.x, high.y};
 }
 
 // Entries of two overlapping windows of four whose width fills the warp: the model's. One that has all its slots needs

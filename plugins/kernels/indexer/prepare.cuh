@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(256)
   int const lane = threadIdx.x % 32;
   if (key >= entries) return;
   uint2 const four = reinterpret_cast<uint2 const*>(keys + key * kIndexDim)[lane];
-  float const x[4] = {__uint_as_float(four.x << 16), __uint_as_float(four.x & 0xffff0000u),
-                      __uint_as_float(four.y << 16), __uint_as_float(four.y & 0xffff0000u)};
+  float2 const low = ptx::unpack_bf16(four.x), high = ptx::unpack_bf16(four.y);
+  float const x[4] = {low.x, low.y, high.x, high.y};
   float peak = 0;
 #pragma unroll
   for (float value : x) peak = fmaxf(peak, isfinite(value) ? fabsf(value) : 0.0f);

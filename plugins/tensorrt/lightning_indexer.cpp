@@ -2,15 +2,15 @@
 
 #include <algorithm>
 
-#include "common/segments.h"
 #include "kinds.h"
 #include "refusal.h"
 #include "rows.h"
+#include "table.h"
 
 namespace redknot::trt {
 namespace {
 
-enum Input : size_t { kQuery, kWeights, kKeys, kSegments, kRowSegments, kPositions, kVisible, kRope };
+enum Input : size_t { kQuery, kWeights, kKeys, kTable, kRope = kTable + 4 };
 
 // q [R, heads, dim], weights [R, heads], keys [E, dim] or stored, the attention table, rope -> selected [R, top_k].
 class LightningIndexer final : public Operator {
@@ -26,12 +26,10 @@ class LightningIndexer final : public Operator {
     RowFormat const format = packed_ ? RowFormat::kPackedRow : RowFormat::kBFloat16;
     contract_.inputs = {tensor("q", kBFloat16, {size_of('R'), fixed(kIndexHeads), fixed(kIndexDim)}),
                         tensor("weights", kBFloat16, {size_of('R'), fixed(kIndexHeads)}),
-                        stored_rows("keys", format, size_of('E'), kIndexDim, 0),
-                        tensor("segments", kInt64, {size_of('S'), fixed(segment::kColumnCount)}),
-                        tensor("row_segments", kInt64, {size_of('R'), fixed(2)}),
-                        tensor("positions", kInt64, {size_of('R')}),
-                        tensor("visible", kInt64, {size_of('R')}),
-                        rope_table(kRopeDim)};
+                        stored_rows("keys", format, size_of('E'), kIndexDim, 0)};
+    std::vector<TensorSpec> const table = table_inputs();
+    contract_.inputs.insert(contract_.inputs.end(), table.begin(), table.end());
+    contract_.inputs.push_back(rope_table(kRopeDim));
     if (packed_) {
       contract_.inputs[kKeys].types.push_back(kUnsignedBytes);
     }
@@ -40,11 +38,7 @@ class LightningIndexer final : public Operator {
 
   Contract const& contract() const override { return contract_; }
 
-  void check(Bindings const& sizes) const override {
-    if (sizes['R'] > INT32_MAX || sizes['S'] > INT32_MAX) {
-      throw Refusal("expected rows and segments below 2^31");
-    }
-  }
+  void check(Bindings const& sizes) const override { check_table(sizes); }
 
   size_t workspace(Bindings const& most) const override {
     return static_cast<size_t>(lightning_indexer_workspace(most['E'], std::min(most['R'], rows_at_a_time_)));
@@ -55,10 +49,7 @@ class LightningIndexer final : public Operator {
     params.q = call.inputs[kQuery];
     params.weights = call.inputs[kWeights];
     params.keys = call.inputs[kKeys];
-    params.segments = call.input<int64_t>(kSegments);
-    params.row_segments = call.input<int64_t>(kRowSegments);
-    params.positions = call.input<int64_t>(kPositions);
-    params.visible = call.input<int64_t>(kVisible);
+    read_table(params, call, kTable);
     params.rope = call.input<float>(kRope);
     params.selected = call.output<int64_t>(0);
     params.workspace = call.workspace;

@@ -6,43 +6,37 @@
 namespace redknot::trt {
 namespace {
 
-// logits [R, experts], bias [experts], tau [1] -> expert ids [R, top_k], weights [R, top_k].
-class RouteLearned final : public Operator {
+// What both routers share: logits [R, experts] first, expert ids [R, top_k] and weights [R, top_k] in the end.
+template <typename Params>
+class Router : public Operator {
  public:
-  explicit RouteLearned(Attributes const& attributes)
+  explicit Router(Attributes const& attributes)
       : experts_(attributes.integer("experts")),
         top_k_(attributes.integer("top_k")),
         scale_(attributes.real("scale")),
         scoring_(static_cast<Scoring>(attributes.integer("scoring"))) {
-    if (top_k_ > experts_) {
-      throw Refusal("field 'top_k': expected at most 'experts' " + std::to_string(experts_) + ", found " +
-                    std::to_string(top_k_));
-    }
-    contract_.inputs = {weight("logits", {size_of('R'), fixed(experts_)}), tensor("bias", kFloat, {fixed(experts_)}),
-                        tensor("tau", kFloat, {fixed(1)})};
+    contract_.inputs = {weight("logits", {size_of('R'), fixed(experts_)})};
     contract_.outputs = {tensor("ids", kInt64, {size_of('R'), fixed(top_k_)}),
                          tensor("weights", kFloat, {size_of('R'), fixed(top_k_)})};
   }
 
   Contract const& contract() const override { return contract_; }
 
-  Status launch(Call const& call) const override {
-    RouteLearnedParams params{};
+ protected:
+  Params params_of(Call const& call) const {
+    Params params{};
     params.logits = call.inputs[0];
     params.logits_are_float = call.in[0].type == kFloat;
     params.rows = call.sizes['R'];
     params.experts = static_cast<int32_t>(experts_);
-    params.bias = call.input<float>(1);
     params.top_k = static_cast<int32_t>(top_k_);
     params.scale = scale_;
-    params.tau_cell = call.input<float>(2);
     params.scoring = scoring_;
     params.ids = call.output<int64_t>(0);
     params.weights = call.output<float>(1);
-    return moe_route_learned(params, call.stream);
+    return params;
   }
 
- private:
   int64_t experts_;
   int64_t top_k_;
   float scale_;
@@ -50,48 +44,50 @@ class RouteLearned final : public Operator {
   Contract contract_;
 };
 
-// logits [R, experts], table [V, top_k], tokens [R] -> expert ids [R, top_k], weights [R, top_k], fault bits [1].
-class RouteHash final : public Operator {
+std::span<FieldSpec const> router_fields() {
+  static FieldSpec const fields[] = {integer_field("experts", 1, kMaxRoutedExperts),
+                                     integer_field("top_k", 1, kMaxTopK), real_field("scale", 0, 1e6),
+                                     integer_field("scoring", 0, 2, 0)};
+  return fields;
+}
+
+// logits [R, experts], bias [experts], tau [1] -> expert ids [R, top_k], weights [R, top_k].
+class RouteLearned final : public Router<RouteLearnedParams> {
  public:
-  explicit RouteHash(Attributes const& attributes)
-      : experts_(attributes.integer("experts")),
-        top_k_(attributes.integer("top_k")),
-        scale_(attributes.real("scale")),
-        scoring_(static_cast<Scoring>(attributes.integer("scoring"))) {
-    contract_.inputs = {weight("logits", {size_of('R'), fixed(experts_)}),
-                        tensor("table", kInt64, {size_of('V'), fixed(top_k_)}),
-                        tensor("tokens", kInt64, {size_of('R')})};
-    contract_.outputs = {tensor("ids", kInt64, {size_of('R'), fixed(top_k_)}),
-                         tensor("weights", kFloat, {size_of('R'), fixed(top_k_)}),
-                         tensor("faults", kInt32, {fixed(1)})};
+  explicit RouteLearned(Attributes const& attributes) : Router(attributes) {
+    if (top_k_ > experts_) {
+      throw Refusal("field 'top_k': expected at most 'experts' " + std::to_string(experts_) + ", found " +
+                    std::to_string(top_k_));
+    }
+    contract_.inputs.push_back(tensor("bias", kFloat, {fixed(experts_)}));
+    contract_.inputs.push_back(tensor("tau", kFloat, {fixed(1)}));
   }
 
-  Contract const& contract() const override { return contract_; }
+  Status launch(Call const& call) const override {
+    RouteLearnedParams params = params_of(call);
+    params.bias = call.input<float>(1);
+    params.tau_cell = call.input<float>(2);
+    return moe_route_learned(params, call.stream);
+  }
+};
+
+// logits [R, experts], table [V, top_k], tokens [R] -> expert ids [R, top_k], weights [R, top_k], fault bits [1].
+class RouteHash final : public Router<RouteHashParams> {
+ public:
+  explicit RouteHash(Attributes const& attributes) : Router(attributes) {
+    contract_.inputs.push_back(tensor("table", kInt64, {size_of('V'), fixed(top_k_)}));
+    contract_.inputs.push_back(tensor("tokens", kInt64, {size_of('R')}));
+    contract_.outputs.push_back(tensor("faults", kInt32, {fixed(1)}));
+  }
 
   Status launch(Call const& call) const override {
-    RouteHashParams params{};
-    params.logits = call.inputs[0];
-    params.logits_are_float = call.in[0].type == kFloat;
-    params.rows = call.sizes['R'];
-    params.experts = static_cast<int32_t>(experts_);
+    RouteHashParams params = params_of(call);
     params.table = call.input<int64_t>(1);
     params.vocab = call.sizes['V'];
     params.tokens = call.input<int64_t>(2);
-    params.top_k = static_cast<int32_t>(top_k_);
-    params.scale = scale_;
-    params.scoring = scoring_;
-    params.ids = call.output<int64_t>(0);
-    params.weights = call.output<float>(1);
     params.faults = call.output<int32_t>(2);
     return moe_route_hash(params, call.stream);
   }
-
- private:
-  int64_t experts_;
-  int64_t top_k_;
-  float scale_;
-  Scoring scoring_;
-  Contract contract_;
 };
 
 // x [R, hidden], ids [R, top_k] -> permuted [R * top_k, hidden], inverse, ends [experts].
@@ -209,18 +205,12 @@ class Combine final : public Operator {
 }  // namespace
 
 OperatorKind const& moe_route_learned_kind() {
-  static FieldSpec const fields[] = {integer_field("experts", 1, kMaxRoutedExperts),
-                                     integer_field("top_k", 1, kMaxTopK), real_field("scale", 0, 1e6),
-                                     integer_field("scoring", 0, 2, 0)};
-  static OperatorKind const kind{"MoeRouteLearned", fields, make_operator<RouteLearned>};
+  static OperatorKind const kind{"MoeRouteLearned", router_fields(), make_operator<RouteLearned>};
   return kind;
 }
 
 OperatorKind const& moe_route_hash_kind() {
-  static FieldSpec const fields[] = {integer_field("experts", 1, kMaxRoutedExperts),
-                                     integer_field("top_k", 1, kMaxTopK), real_field("scale", 0, 1e6),
-                                     integer_field("scoring", 0, 2, 0)};
-  static OperatorKind const kind{"MoeRouteHash", fields, make_operator<RouteHash>};
+  static OperatorKind const kind{"MoeRouteHash", router_fields(), make_operator<RouteHash>};
   return kind;
 }
 

@@ -1,9 +1,9 @@
 #include "kernels/attention/seg_latent_attention.h"
 
-#include "common/segments.h"
 #include "kinds.h"
 #include "refusal.h"
 #include "rows.h"
+#include "table.h"
 
 namespace redknot::trt {
 namespace {
@@ -11,11 +11,8 @@ namespace {
 enum Input : size_t {
   kQGlobal,
   kQLocal,
-  kSegments,
-  kRowSegments,
-  kPositions,
-  kVisible,
-  kSinksGlobal,
+  kTable,
+  kSinksGlobal = kTable + 4,
   kSinksLocal,
   kRope,
   kLatents,
@@ -50,16 +47,13 @@ class SegLatentAttention final : public Operator {
     };
     std::vector<Dim> const global = {size_of('R'), fixed(global_heads_), fixed(kHeadDim)};
     std::vector<Dim> const local = {size_of('F'), fixed(local_heads_), fixed(kHeadDim)};
-    contract_.inputs = {tensor("q_global", kBFloat16, global),
-                        tensor("q_local", kBFloat16, local),
-                        tensor("segments", kInt64, {size_of('S'), fixed(segment::kColumnCount)}),
-                        tensor("row_segments", kInt64, {size_of('R'), fixed(2)}),
-                        tensor("positions", kInt64, {size_of('R')}),
-                        tensor("visible", kInt64, {size_of('R')}),
-                        tensor("sinks_global", kFloat, {fixed(global_heads_)}),
-                        tensor("sinks_local", kFloat, {fixed(local_heads_)}),
-                        rope_table(kRopeDim),
-                        pool("latents", 'L')};
+    contract_.inputs = {tensor("q_global", kBFloat16, global), tensor("q_local", kBFloat16, local)};
+    auto const append = [&](std::vector<TensorSpec> const& specs) {
+      contract_.inputs.insert(contract_.inputs.end(), specs.begin(), specs.end());
+    };
+    append(table_inputs());
+    append({tensor("sinks_global", kFloat, {fixed(global_heads_)}),
+            tensor("sinks_local", kFloat, {fixed(local_heads_)}), rope_table(kRopeDim), pool("latents", 'L')});
     if (has_entries_) {
       contract_.inputs.push_back(pool("entries", 'E'));
     }
@@ -76,9 +70,7 @@ class SegLatentAttention final : public Operator {
       throw Refusal("expected at most as many rows in 'q_local' as in 'q_global', found " + std::to_string(sizes['F']) +
                     " and " + std::to_string(sizes['R']));
     }
-    if (sizes['R'] > INT32_MAX || sizes['S'] > INT32_MAX) {
-      throw Refusal("expected rows and segments below 2^31");
-    }
+    check_table(sizes);
     if (has_selected_ && sizes['K'] > kMaxSelected) {
       throw Refusal("expected at most " + std::to_string(kMaxSelected) + " entries of a row in 'selected', found " +
                     std::to_string(sizes['K']));
@@ -100,10 +92,7 @@ class SegLatentAttention final : public Operator {
     params.sinks_local = call.input<float>(kSinksLocal);
     params.latents = call.inputs[kLatents];
     params.entries = reads_entries ? call.inputs[kEntries] : nullptr;
-    params.segments = call.input<int64_t>(kSegments);
-    params.row_segments = call.input<int64_t>(kRowSegments);
-    params.positions = call.input<int64_t>(kPositions);
-    params.visible = call.input<int64_t>(kVisible);
+    read_table(params, call, kTable);
     params.selected = selects ? call.input<int64_t>(kSelected) : nullptr;
     params.rope = call.input<float>(kRope);
     params.entry_rows = reads_entries ? params.entry_rows : 0;

@@ -36,6 +36,13 @@ def test_an_array_travels_once(sent: list[np.ndarray]) -> None:
         assert np.array_equal(tensor.numpy(), array)
 
 
+def test_an_array_without_elements_that_comes_again_hides_no_other() -> None:
+    nothing, some = np.empty(0, dtype=np.int64), np.arange(3)
+    before, between, after = ArrayBatch([nothing, some, nothing]).upload(CPU)
+    assert before.shape == after.shape == (0,)
+    assert np.array_equal(between.numpy(), some)
+
+
 def test_equal_layouts_are_equal_shapes_in_equal_places() -> None:
     one, other = np.arange(6).reshape(2, 3), np.arange(10, 16).reshape(2, 3)
     assert ArrayBatch([one, other]).layout == ArrayBatch([other, one]).layout

@@ -48,7 +48,9 @@ class ArrayBatch:
         """int64 [size] in host memory, pinned where `device` is a GPU."""
         flat = torch.empty(self.size, dtype=torch.int64, pin_memory=device.type == "cuda")
         target = flat.numpy()
-        for offset, array in dict(zip(self._offsets, self._arrays, strict=True)).items():
+        placed = zip(self._offsets, self._arrays, strict=True)
+        # One without elements begins where the next one does.
+        for offset, array in {offset: array for offset, array in placed if array.size}.items():
             target[offset : offset + array.size] = array.reshape(-1)
         return flat
 

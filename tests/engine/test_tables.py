@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.request.test_controller import segment_tables
+from trt_redknot.config.geometry import AttentionKind
 from trt_redknot.engine.pool import SequenceState
 from trt_redknot.engine.rowset import RowSet
-from trt_redknot.engine.tables import ExtraRow, compress_table
+from trt_redknot.engine.tables import ExtraRow, ratio_arrays
 from trt_redknot.request.segments import Segment, SegmentKind
 from trt_redknot.request.visibility import visible_entries
 
-CPU = torch.device("cpu")
+KINDS = st.sampled_from([(AttentionKind.CSA, 4), (AttentionKind.HCA, 16)])
 
 
 def entry_spans(segments: tuple[Segment, ...], ratio: int) -> list[tuple[Segment, int, int]]:
@@ -27,6 +29,17 @@ def entry_spans(segments: tuple[Segment, ...], ratio: int) -> list[tuple[Segment
         for segment in segments
         for w in range(segment.entries(ratio))
     ]
+
+
+def written(
+    layers: tuple[AttentionKind, int], state: SequenceState, rows: RowSet, extras: Sequence[ExtraRow]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Entries, slots and positions of a step's compress table."""
+    table = ratio_arrays(*layers, [state], rows, extras)
+    assert table.entries is not None
+    assert table.slots is not None
+    assert table.positions is not None
+    return table.entries, table.slots, table.positions
 
 
 @given(segment_tables(), st.sampled_from([4, 16, 128]))
@@ -48,11 +61,12 @@ def test_visible_entries_are_exactly_the_finished_ones(segments: tuple[Segment, 
 
 
 @settings(max_examples=60, deadline=None)
-@given(segment_tables(), st.sampled_from([(4, True), (16, False)]), st.floats(0, 1), st.integers(0, 2**31))
+@given(segment_tables(), KINDS, st.floats(0, 1), st.integers(0, 2**31))
 def test_entries_are_written_when_every_row_is_there(
-    segments: tuple[Segment, ...], kind: tuple[int, bool], share: float, seed: int
+    segments: tuple[Segment, ...], layers: tuple[AttentionKind, int], share: float, seed: int
 ) -> None:
-    ratio, overlap = kind
+    kind, ratio = layers
+    overlap = kind is AttentionKind.CSA
     draw = random.Random(seed)
     total = segments[-1].stop
     live = np.zeros(total, dtype=bool)
@@ -75,9 +89,9 @@ def test_entries_are_written_when_every_row_is_there(
         size=1, chunk_rows=64,
     )  # fmt: skip
     state = SequenceState(slot=0, latent_offset=0, entry_offsets={ratio: 7}, segments=list(segments))
-    table = compress_table([state], rows, ratio, overlap, extras, CPU)
+    entries, slots, first_rows = written(layers, state, rows, extras)
     raw_positions = [extra.position for extra in extras] + positions.tolist()
-    written = dict(zip(table.entries.tolist(), table.slots.tolist(), strict=True))
+    slots_of = dict(zip(entries.tolist(), slots.tolist(), strict=True))
     exact = {extra.position for extra in extras if extra.exact}
     known = {extra.position for extra in extras}
     for index, (segment, first, last) in enumerate(entry_spans(segments, ratio)):
@@ -88,23 +102,23 @@ def test_entries_are_written_when_every_row_is_there(
             there = all(live[row] or row in known for row in before)
         else:
             there = all(live[row] or row in exact for row in own + before)
-        assert (7 + index in written) == (runs and there)
-        if 7 + index in written:
-            pooled = [raw_positions[slot] for slot in written[7 + index] if slot >= 0]
+        assert (7 + index in slots_of) == (runs and there)
+        if 7 + index in slots_of:
+            pooled = [raw_positions[slot] for slot in slots_of[7 + index] if slot >= 0]
             assert pooled == before + own
-    begins = dict(zip(table.entries.tolist(), table.positions.tolist(), strict=True))
+    begins = dict(zip(entries.tolist(), first_rows.tolist(), strict=True))
     for index, (_, first, _) in enumerate(entry_spans(segments, ratio)):
         if 7 + index in begins:
             assert begins[7 + index] == first
 
 
 @settings(max_examples=80, deadline=None)
-@given(segment_tables(), st.sampled_from([(4, True), (16, False)]), st.integers(1, 40), st.integers(0, 2**31))
+@given(segment_tables(), KINDS, st.integers(1, 40), st.integers(0, 2**31))
 def test_late_rows_write_what_they_write_in_a_table_of_all_positions(
-    segments: tuple[Segment, ...], kind: tuple[int, bool], late: int, seed: int
+    segments: tuple[Segment, ...], layers: tuple[AttentionKind, int], late: int, seed: int
 ) -> None:
     """A decode step's tables look at the last rows only; an extra row at position 0 makes them look at all."""
-    ratio, overlap = kind
+    _, ratio = layers
     draw = random.Random(seed)
     total = segments[-1].stop
     positions = np.array(
@@ -119,13 +133,12 @@ def test_late_rows_write_what_they_write_in_a_table_of_all_positions(
     if positions[0] <= 3 * ratio:
         return
     state = SequenceState(slot=0, latent_offset=0, entry_offsets={ratio: 7}, segments=list(segments))
-    late_table = compress_table([state], rows, ratio, overlap, extras, CPU)
+    late_entries, late_slots, late_positions = written(layers, state, rows, extras)
     everything = [*extras, ExtraRow(sequence=0, position=0, exact=False)]
-    table = compress_table([state], rows, ratio, overlap, everything, CPU)
-    assert torch.equal(table.entries, late_table.entries)
-    assert torch.equal(table.positions, late_table.positions)
-    running = late_table.slots >= len(extras)
-    assert torch.equal(table.slots, late_table.slots + running.long())
+    entries, slots, first_rows = written(layers, state, rows, everything)
+    assert np.array_equal(entries, late_entries)
+    assert np.array_equal(first_rows, late_positions)
+    assert np.array_equal(slots, late_slots + (late_slots >= len(extras)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -104,7 +104,7 @@ class Prefill:
         if live.full_rows == leading.full_rows and np.array_equal(live.positions, leading.positions):
             live = leading
         idle = self._idle_rows(live, leading)
-        streams, _ = redistribute(self._context.collectives, streams, leading, live)
+        streams = redistribute(self._context.collectives, streams, leading, live)
         streams = yield from self._layers(
             profile.reusable, live, streams, tau=self._policy.effective_tau if self._policy else 1.0, then=idle
         )
@@ -192,12 +192,12 @@ class Prefill:
     ) -> tuple[RowSet, torch.Tensor]:
         """The rows of the trailing fence and their own streams."""
         if self._policy is None or self._policy.epilogue == "full":
-            moved, _ = redistribute(self._context.collectives, streams, live, leading)
+            moved = redistribute(self._context.collectives, streams, live, leading)
             if idle is not None and idle.rows:
                 self._documents.fill_streams(moved, idle)
             return leading, moved
         ordered = self._row_set(np.sort(live.positions), live.rows)
-        moved, _ = redistribute(self._context.collectives, streams, live, ordered)
+        moved = redistribute(self._context.collectives, streams, live, ordered)
         return ordered, moved
 
     def _layers(

@@ -99,16 +99,11 @@ class RowSet:
         return max(0, min(self.full_rows, int(chunk.rows.stop)) - int(chunk.rows.start))
 
 
-def redistribute(
-    collectives: Collectives, own: torch.Tensor, old: RowSet, new: RowSet
-) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-    """Move own rows of one row set of a single sequence to the owners of another.
-
-    Returns the new own rows [own of new, ...] and which of them came from the old set; the others are left as zeros
-    for the caller to fill.
-    """
+def redistribute(collectives: Collectives, own: torch.Tensor, old: RowSet, new: RowSet) -> torch.Tensor:
+    """Move own rows of one row set of a single sequence to the owners of another: [own rows of new, ...]. Rows that
+    are not in the old set are zeros, for the caller to fill."""
     if np.array_equal(old.positions, new.positions) and np.array_equal(old.owners, new.owners):
-        return own, np.ones(len(old.own_rows), dtype=bool)
+        return own
     length = int(max(old.positions.max(initial=-1), new.positions.max(initial=-1))) + 1
     new_owner = np.full(length, -1, dtype=np.int64)
     new_owner[new.positions] = new.owners
@@ -131,4 +126,4 @@ def redistribute(
     received = collectives.all_to_all(own.index_select(0, sent_rows), send_counts.tolist(), receive_counts.tolist())
     moved = own.new_zeros((len(wanted), *own.shape[1:]))
     write_rows(moved, places, received)
-    return moved, source >= 0
+    return moved

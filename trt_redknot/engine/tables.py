@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from trt_redknot.config.geometry import AttentionKind, ModelGeometry
 from trt_redknot.engine.pool import SequenceState, tail_rows
 from trt_redknot.engine.rowset import RowSet
-from trt_redknot.engine.uploads import ArrayBatch
 from trt_redknot.ops.tables import AttentionTable, CompressTable
 from trt_redknot.request.segments import Segment
 from trt_redknot.request.visibility import visible_entries
@@ -188,26 +187,13 @@ def _raw_indices(
     return indices
 
 
-def compress_table(
-    sequences: Sequence[SequenceState],
-    rows: RowSet,
-    ratio: int,
-    overlap: bool,
-    extras: Sequence[ExtraRow],
-    device: torch.device,
-) -> CompressTable:
-    """Entries this step writes. Raw rows are the extras, then the step's rows.
-
-    An entry is written when one of its window's rows runs in this step and every row it pools is there.
-    """
-    raw = _raw_indices(sequences, rows, ratio, extras)
-    entries, slots, positions = ArrayBatch(_compress_arrays(sequences, raw, ratio, overlap)).upload(device)
-    return CompressTable(entries=entries, slots=slots, positions=positions)
-
-
 def _compress_arrays(
     sequences: Sequence[SequenceState], raws: Sequence[_RawIndex], ratio: int, overlap: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The arrays of a :class:`CompressTable`: entries, slots, positions. Raw rows are the extras, then the step's rows.
+
+    An entry is written when one of its window's rows runs in this step and every row it pools is there.
+    """
     entries, slots, positions = [], [], []
     width = (2 if overlap else 1) * ratio
     for state, raw in zip(sequences, raws, strict=True):

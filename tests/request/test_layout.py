@@ -54,12 +54,19 @@ def test_an_edited_first_document_is_no_prefix(geometry: ModelGeometry) -> None:
         (Request(segments=[Tokens([1.5])]), "flat list of integers"),  # type: ignore[list-item]
         (Request(segments=[Tokens([[1]])]), "flat list of integers"),  # type: ignore[list-item]
         (Request(segments=["text"]), "expected Artifact or Tokens, found str"),  # type: ignore[list-item]
-        (Request(segments=[Tokens([1])], max_new_tokens=0), "max_new_tokens is too small"),
+        (Request(segments=[Tokens([1])], max_new_tokens=0), "max_new_tokens is out of range"),
+        (Request(segments=[Tokens([1])], max_new_tokens=2.5), "a whole number, 1 or more, found 2.5"),  # type: ignore[arg-type]
+        (Request(segments=[Tokens([1])], reuse={"budget": 1}), "expected ReusePolicy or None, found dict"),  # type: ignore[arg-type]
+        (Request(segments=[Artifact(5)]), "the artifact id of segment 0 is no text"),  # type: ignore[arg-type]
+        (Request(segments=[Artifact("a", edits={1.5: 3})]), "the edits of segment 0 are ill-formed"),  # type: ignore[dict-item]
+        (Request(segments=[Artifact("a", edits={1: 3.7})]), "found {1: 3.7}"),  # type: ignore[dict-item]
+        (Request(segments=[Artifact("a", edits=[(1, 3)])]), "found [(1, 3)]"),  # type: ignore[arg-type]
         (Request(segments=[Tokens([1])], stop_tokens=[100]), "stop_tokens has a token id outside"),
         (Request(segments=[Tokens([1])], sampling=Sampling(temperature=-1.0)), "temperature"),
         (Request(segments=[Tokens([1])], sampling=Sampling(temperature=float("nan"))), "temperature"),
         (Request(segments=[Tokens([1])], sampling=Sampling(top_p=0.0)), "top_p"),
         (Request(segments=[Tokens([1])], sampling=Sampling(top_k=0)), "top_k"),
+        (Request(segments=[Tokens([1])], sampling=Sampling(top_k=1.5)), "top_k"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_requests(geometry: ModelGeometry, request_: Request, says: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trt_redknot.config.geometry import ModelGeometry
+from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.errors import RequestError, TooLongError
 from trt_redknot.request.request import Artifact, Request, Tokens
 from trt_redknot.request.segments import Segment, SegmentKind
@@ -83,23 +84,47 @@ def check_request(request: Request, geometry: ModelGeometry) -> None:
         if isinstance(part, Tokens):
             if len(check_token_ids(part.ids, geometry.vocab, f"segment {index}")) == 0:
                 raise RequestError(f"segment {index} is empty", expected="at least one token", remedy="Leave it out.")
-        elif not isinstance(part, Artifact):
+        elif isinstance(part, Artifact):
+            _check_artifact(part, index)
+        else:
             raise RequestError(
                 f"segment {index} is of an unknown type", expected="Artifact or Tokens", found=type(part).__name__
             )
-    if request.max_new_tokens < 1:
-        raise RequestError("max_new_tokens is too small", expected="1 or more", found=request.max_new_tokens)
+    if not _is_whole(request.max_new_tokens) or request.max_new_tokens < 1:
+        raise RequestError(
+            "max_new_tokens is out of range", expected="a whole number, 1 or more", found=request.max_new_tokens
+        )
+    if request.reuse is not None and not isinstance(request.reuse, ReusePolicy):
+        raise RequestError("reuse is no policy", expected="ReusePolicy or None", found=type(request.reuse).__name__)
     sampling = request.sampling
     if not (sampling.temperature >= 0.0 and np.isfinite(sampling.temperature)):
         raise RequestError("the sampling temperature is out of range", expected="0 or more", found=sampling.temperature)
     if not 0.0 < sampling.top_p <= 1.0:
         raise RequestError("top_p is out of range", expected="more than 0, at most 1", found=sampling.top_p)
-    if sampling.top_k is not None and sampling.top_k < 1:
-        raise RequestError("top_k is out of range", expected="1 or more", found=sampling.top_k)
+    if sampling.top_k is not None and (not _is_whole(sampling.top_k) or sampling.top_k < 1):
+        raise RequestError("top_k is out of range", expected="a whole number, 1 or more", found=sampling.top_k)
     if not isinstance(sampling.seed, int) or not 0 <= sampling.seed < _SEEDS:
         raise RequestError("the sampling seed is out of range", expected=f"0 .. {_SEEDS - 1}", found=sampling.seed)
     if request.stop_tokens is not None:
         check_token_ids(list(request.stop_tokens), geometry.vocab, "stop_tokens")
+
+
+def _check_artifact(part: Artifact, index: int) -> None:
+    if not isinstance(part.artifact_id, str):
+        raise RequestError(
+            f"the artifact id of segment {index} is no text", expected="what build_artifact returned",
+            found=type(part.artifact_id).__name__,
+        )  # fmt: skip
+    edits = part.edits if isinstance(part.edits, Mapping) else None
+    if edits is None or not all(_is_whole(number) for edit in edits.items() for number in edit):
+        raise RequestError(
+            f"the edits of segment {index} are ill-formed", expected="a mapping from positions to token ids",
+            found=repr(part.edits)[:80],
+        )  # fmt: skip
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int | np.integer)
 
 
 def lay_out(request: Request, documents: Sequence[NDArray[np.int64]], geometry: ModelGeometry) -> RequestLayout:

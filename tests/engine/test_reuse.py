@@ -13,6 +13,7 @@ from tests.support.networks import NetworkOptions, fp64, open_network
 from trt_redknot import Artifact, ArtifactStore, Engine, Request, Response, ReusePolicy, Tokens
 from trt_redknot.artifacts.contents import Part
 from trt_redknot.artifacts.lease import Lease
+from trt_redknot.engine.ropes import RopeTables
 from trt_redknot.errors import RequestError, StoreError
 
 # The engines compute in fp64: what is equal by construction is equal to rounding.
@@ -204,6 +205,20 @@ def test_fallback_without_tokens_is_an_error_and_with_tokens_an_answer(bench: Be
     assert answered.report.arm == "recompute"
     assert_same(answered, ask(bench, [Tokens([*document, 1])], None, steps=5))
     assert_same(ask(bench, [Artifact(missing, tokens=document), Tokens([1])], None, steps=5), answered)
+
+
+def test_a_request_that_memory_does_not_reach_for_keeps_no_lease(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact_id = bench.engine.build_artifact(bench.store, bench.tokens(20))
+
+    def grow(tables: RopeTables, positions: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(RopeTables, "grow", grow)
+    with pytest.raises(MemoryError) as failure:
+        ask(bench, [Artifact(artifact_id), Tokens([1])], ReusePolicy())
+    # Whoever holds the exception holds what its frames hold.
+    assert failure.value is not None
+    assert not any(listed.leased for listed in bench.store.inspect(artifact_id))
 
 
 def test_bad_documents(bench: Bench) -> None:

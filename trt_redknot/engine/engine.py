@@ -333,12 +333,12 @@ class Engine:
         try:
             layout = lay_out(request, documents, self.geometry)
             check_length(layout, request, self.manifest.max_length)
-        except RequestError:
+            self._ropes.grow(len(layout.tokens) + request.max_new_tokens)
+        except BaseException:
             if admission is not None:
                 admission.close()
             raise
         reuses = admission is not None and admission.admitted
-        self._ropes.grow(len(layout.tokens) + request.max_new_tokens)
         return Admitted(
             request=request,
             layout=layout if reuses else layout.as_fresh(),

@@ -140,7 +140,11 @@ def find_device(name: str, comm: Intracomm | None) -> torch.device:
 def _local_rank(comm: Intracomm) -> int:
     from mpi4py import MPI
 
-    return comm.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
+    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        return host.Get_rank()
+    finally:
+        host.Free()
 
 
 def ops_for(

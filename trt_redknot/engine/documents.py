@@ -159,32 +159,42 @@ class Documents:
     ) -> None:
         """Put the cached latents, entries and Indexer keys of the documents into the pool, turned from their documents'
         frames to the request's; rows that run replace theirs."""
-        offsets = {Part.LATENTS: state.latent_offset}
-        tables = {Part.LATENTS: pool.latents[layer]}
+        wholes = self._wholes_of(layer, only_prefix=only_prefix)
+        if not wholes:
+            return
+        # From the sequence's first row on.
+        tables = {Part.LATENTS: pool.latents[layer][state.latent_offset :]}
         for part, table in ((Part.ENTRIES, pool.entries[layer]), (Part.INDEX_KEYS, pool.index_keys[layer])):
             if table is not None:
-                tables[part], offsets[part] = table, state.entry_offsets[self._geometry.ratio(layer)]
+                tables[part] = table[state.entry_offsets[self._geometry.ratio(layer)] :]
         targets, values = [], []
-        for whole in self._wholes_of(layer, only_prefix=only_prefix):
+        for whole in wholes:
             taken = self._source.take(Read(part=whole.part, layer=layer, pieces=whole.pieces))
             for rows, tensor in side_by_side(whole.targets, taken):
-                offset = offsets[whole.part]
-                targets.append(tables[whole.part][offset + rows.start : offset + rows.stop])
+                targets.append(tables[whole.part][rows])
                 values.append(pool.rows.stored(whole.part, tensor))
-        if targets:
-            # One launch: every kind of row, and where they are read one by one every document, is a tensor.
-            torch._foreach_copy_(targets, values)
-        kind = self._geometry.attention_kinds[layer]
-        for whole in self._wholes_of(layer, only_prefix=only_prefix):
+        # One launch: every kind of row, and where they are read one by one every document, is a tensor.
+        torch._foreach_copy_(targets, values)
+        # In the pool, because what was taken may be the artifact itself.
+        for whole in wholes:
             for rows, frames in zip(whole.targets, whole.frames, strict=True):
-                if frames is None:
-                    continue
-                offset = offsets[whole.part]
-                there = tables[whole.part][offset + rows.start : offset + rows.stop]
-                numbers = pool.rows.values(whole.part, there)
-                stages.turn(kind, numbers, frames)
-                if pool.rows.packed:
-                    there.copy_(pool.rows.stored(whole.part, numbers))
+                if frames is not None:
+                    self._turn(layer, whole.part, tables[whole.part][rows], frames, pool, stages)
+
+    def _turn(
+        self,
+        layer: int,
+        part: Part,
+        stored: torch.Tensor,
+        frames: torch.Tensor,
+        pool: CachePool,
+        stages: StageExecutor,
+    ) -> None:
+        """Rows of the pool, in place."""
+        numbers = pool.rows.values(part, stored)
+        stages.turn(self._geometry.attention_kinds[layer], numbers, frames)
+        if pool.rows.packed:
+            stored.copy_(pool.rows.stored(part, numbers))
 
     def boundary(self, rows: RowSet) -> Boundary:
         """Last rows of documents that do not run with `rows`; their raw projections are in the artifact."""

@@ -115,12 +115,7 @@ class Prefill:
         streams = yield from self._layers(
             range(profile.trailing_start, profile.layers), trailing, filled, only_prefix=trailing is leading
         )
-        return Prefilled(
-            streams=streams,
-            rows=trailing,
-            plan=plan,
-            observation=self._observe,
-        )
+        return Prefilled(streams=streams, rows=trailing, plan=plan, observation=self._observe)
 
     def _is_csa(self, layer: int) -> bool:
         return self._context.geometry.attention_kinds[layer] is AttentionKind.CSA
@@ -142,9 +137,7 @@ class Prefill:
         everywhere = _positions_outside_idle_prefix(segments, flags)
         rows = self._row_set(everywhere, len(everywhere))
         geometry = self._geometry(rows, self._documents.boundary(rows))
-        return Bundle(
-            flags=flags, rows=rows, windows=candidates(segments, flags, self._window), geometry=geometry
-        )  # fmt: skip
+        return Bundle(flags=flags, rows=rows, windows=candidates(segments, flags, self._window), geometry=geometry)
 
     def _geometry(self, rows: RowSet, boundary: Boundary) -> RowGeometry:
         context = self._context

@@ -161,9 +161,7 @@ def make_step(
         ratio: partial(ratio_arrays, kind, ratio, states, rows, extras.get(ratio, ()), extras_kept=extras_kept)
         for ratio, kind in kinds_by_ratio(geometry).items()
     }
-    return StepArrays(
-        rows=rows, pool_rows=pool_rows, row_segments=row_segments_of(rows), by_ratio=by_ratio,
-    )  # fmt: skip
+    return StepArrays(rows=rows, pool_rows=pool_rows, row_segments=row_segments_of(rows), by_ratio=by_ratio)
 
 
 @dataclass(kw_only=True)

@@ -187,7 +187,6 @@ def mix(
 
 def head(ops: Ops, g: ModelGeometry, weights: Weights, streams: Tensor) -> Tensor:
     """Logits of rows over this rank's share of the vocabulary: [R, V of the rank]."""
-
     hidden = ops.hyper_head(
         streams, weights["hc_head.fn"], weights["hc_head.base"], weights["hc_head.scale"], weights["norm"],
         eps=g.hc_eps, norm_eps=g.norm_eps,

@@ -73,7 +73,7 @@ class Ops(Protocol):
     def norm_rope_pack(
         self, latents_RD: Tensor, norm_D: Tensor, rope: Tensor, positions_R: Tensor, *, eps: float
     ) -> Tensor:
-        """Latents normed and rotated to their segment's frame: [R, D]."""
+        """Latents normed and rotated to their positions: [R, D]."""
 
     def query_norm(self, q_RHD: Tensor, *, eps: float) -> Tensor:
         """RMS norm of every head without weight: [R, H, D]. Rotation happens per segment inside attention."""

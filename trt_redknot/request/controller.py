@@ -132,8 +132,7 @@ def select_rows(
         flags: what `protect` returned.
         scores: [E] Indexer score of every compressed entry of the sequence, best is most; None ranks in request order.
         live_scores: the scores were computed in this request by the leading fence. Otherwise they are the salience
-            kept in
-            the artifacts: then I_top is empty and they only rank the candidates.
+            kept in the artifacts: then I_top is empty and they only rank the candidates.
         top_entries: candidate windows that I_top protects.
 
     I_top takes the best `top_entries` windows among those nothing else protects, so it holds at least the rows of the

@@ -1,6 +1,6 @@
-"""Attention of rows over a segment table: relocated segments, one log-sum-exp merge, the sink counted once.
+"""Attention of rows over a segment table: a frame a segment, one log-sum-exp merge, the sink counted once.
 
-Latents stay in the frame of their segment (its first token at position 0). A row at request position p meets segment i
+Latents are in the frame of their segment (its first token at position 0). A row at request position p meets segment i
 rotated by p - D_i, and the segment's partial output is turned back by the same angle, so that partials of all segments
 are in one frame and merge.
 """

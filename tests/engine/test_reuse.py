@@ -147,6 +147,25 @@ def test_cached_local_values_of_protected_rows_are_never_used(bench: Bench, monk
     assert ask(bench, segments, some).first_logits.isnan().all()
 
 
+@pytest.mark.parametrize("epilogue", ["full", "active"])
+def test_of_documents_whose_rows_all_run_nothing_is_read(
+    bench: Bench, epilogue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (bench.engine.build_artifact(bench.store, bench.tokens(length)) for length in (70, 50))
+    read: set[tuple[str, Part]] = set()
+    original = Lease.tensor
+
+    def watched(self: Lease, part: Part, layer: int | None, dtype: Any = None) -> torch.Tensor:
+        read.add((self.artifact_id, part))
+        return original(self, part, layer, dtype)
+
+    monkeypatch.setattr(Lease, "tensor", watched)
+    policy = ReusePolicy(boundary=50, tail=0, epilogue=epilogue)  # type: ignore[arg-type]
+    response = ask(bench, [Artifact(first), Artifact(second), Tokens([1])], policy)
+    assert response.report.rows.omitted == response.report.rows.prefix == 70
+    assert read == {(first, Part.LATENTS), (first, Part.ENTRIES), (first, Part.INDEX_KEYS)}
+
+
 def test_no_row_sees_the_future(bench: Bench) -> None:
     """Another end of the request leaves every latent before it as it was, in every layer."""
     from trt_redknot.engine.pool import CachePool

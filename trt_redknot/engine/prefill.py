@@ -97,7 +97,7 @@ class Prefill:
             self._observe.salience_rows = (flags[leading.positions] & int(Protection.QUERY)) != 0
             self._ranking = _Ranking(bundle.windows, scored[-1])
             self._observe.after_salience = self._ranking.begin
-        streams = yield from self._layers(range(profile.leading_fence), leading, streams, only_prefix=True)
+        streams = yield from self._layers(range(profile.leading_fence), leading, streams)
         plan = self._select(flags, bundle.windows, choice=choice)
 
         live = self._live_rows(plan)
@@ -112,9 +112,7 @@ class Prefill:
         trailing, filled = self._trailing(live, leading, streams, idle)
         if self._observe.before_trailing is not None:
             self._observe.before_trailing(filled, trailing)
-        streams = yield from self._layers(
-            range(profile.trailing_start, profile.layers), trailing, filled, only_prefix=trailing is leading
-        )
+        streams = yield from self._layers(range(profile.trailing_start, profile.layers), trailing, filled)
         return Prefilled(streams=streams, rows=trailing, plan=plan, observation=self._observe)
 
     def _is_csa(self, layer: int) -> bool:
@@ -200,9 +198,11 @@ class Prefill:
         streams: torch.Tensor,
         *,
         tau: float = 1.0,
-        only_prefix: bool = False,
         then: Restoration | None = None,
     ) -> Steps[torch.Tensor]:
+        assert self._bundle is not None
+        # As many rows as in the leading fence are all but an idle prefix's: other documents write theirs anew.
+        only_prefix = rows.rows == self._bundle.rows.rows
         step = self._step(rows, layers, only_prefix=only_prefix, then=then)
         for layer in layers:
             if rows.rows < self._state.length:

@@ -24,6 +24,5 @@ def norm_rope_pack(
 def turn_rows(rows_RD: torch.Tensor, frames_R: torch.Tensor, rope: torch.Tensor) -> None:
     """Turn the last channels of rows by the angles of the positions `frames_R`, in place: from a document's frame to
     the request's. A constant factor of the table does not count: the rows have it already."""
-    width = 2 * rope.shape[1]
-    turned = rotate(rows_RD, rope / rope[0, 0, 0], frames_R)
-    rows_RD[..., -width:] = turned[..., -width:]
+    last = rows_RD[..., rows_RD.shape[-1] - 2 * rope.shape[1] :]
+    last.copy_(rotate(last, rope / rope[0, 0, 0], frames_R))

@@ -83,6 +83,22 @@ def test_a_file_must_be_known_and_have_the_right_number(folder: Path) -> None:
         freeze(folder / "elsewhere", "mine", [folder / "one.jsonl"], short=2, longer=1)
 
 
+def test_a_record_in_two_files_is_refused(folder: Path) -> None:
+    """Results are told apart by the record's id: the second one would pass for done when a run goes on."""
+    second = write(folder / "two.jsonl", *(record(_id=name, dataset="2wikimqa_e") for name in ("x", "r1", "y")))
+    with pytest.raises(RecordError, match=r"repeats a record.*'r1' of one\.jsonl.*two\.jsonl"):
+        freeze(folder, "both", [folder / "one.jsonl", second], short=2, longer=1)
+    assert open_frozen(folder)[0].name == "mine"
+    pinned = json.loads((folder / MANIFEST).read_text())
+    file = {"name": second.name, "bytes": second.stat().st_size, "digest": digest_file(second)}
+    pinned["files"].append(pinned["files"][0] | file)
+    (folder / MANIFEST).write_text(json.dumps(pinned))
+    with pytest.raises(RecordError, match="repeats a record"):
+        open_frozen(folder)
+    for name in ("one.jsonl", "two.jsonl"):
+        assert len(open_frozen(folder, [name])[1]) == 3
+
+
 def test_the_shipped_set_is_whole() -> None:
     frozen, questions = open_frozen(SHIPPED)
     assert [(file.short, file.longer) for file in frozen.files] == [(10, 5)] * len(frozen.files)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -59,13 +59,16 @@ def freeze(directory: Path, name: str, files: Sequence[Path], *, short: int = SH
     """Write the manifest of record files that lie in `directory`; each has `short` + `longer` records.
 
     Raises:
-        RecordError: a file lies elsewhere, is ill-formed or has another number of records.
+        RecordError: a file lies elsewhere, is ill-formed or has another number of records, or two files have a record.
     """
-    pinned = []
+    pinned: list[FrozenFile] = []
+    read: list[tuple[Path, Record]] = []
     for path in files:
         if path.parent.resolve() != directory.resolve():
             raise RecordError("the file does not lie beside the manifest", expected=directory, found=path.parent)
-        count = len(read_records(path))
+        records = read_records(path)
+        read += [(path, record) for record in records]
+        count = len(records)
         if count != short + longer:
             raise RecordError(
                 "the file has another number of records", expected=f"{short} short and {longer} longer ones",
@@ -73,6 +76,7 @@ def freeze(directory: Path, name: str, files: Sequence[Path], *, short: int = SH
             )  # fmt: skip
         size, digest = path.stat().st_size, digest_file(path)
         pinned.append(FrozenFile(name=path.name, bytes=size, digest=digest, short=short, longer=longer))
+    _refuse_repeated(read)
     frozen = FrozenSet(name=name, files=tuple(pinned))
     (directory / MANIFEST).write_text(json.dumps(frozen.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
     return frozen
@@ -85,7 +89,7 @@ def open_frozen(directory: Path, only: Sequence[str] = ()) -> tuple[FrozenSet, l
         only: names of files; left out: all.
 
     Raises:
-        RecordError: no manifest, ill-formed, a file missing or altered (with both digests).
+        RecordError: no manifest, ill-formed, a file missing or altered (with both digests), two files have a record.
     """
     path = directory / MANIFEST
     try:
@@ -101,7 +105,21 @@ def open_frozen(directory: Path, only: Sequence[str] = ()) -> tuple[FrozenSet, l
     for file in frozen.files:
         if not only or file.name in only:
             questions += _questions(directory / file.name, file)
+    _refuse_repeated((directory / question.file, question.record) for question in questions)
     return frozen, questions
+
+
+def _refuse_repeated(records: Iterable[tuple[Path, Record]]) -> None:
+    """Raise RecordError for an id in two files: results are told apart by it, and LongBench-E repeats LongBench's."""
+    seen: dict[str, Path] = {}
+    for path, record in records:
+        if record.id in seen:
+            raise RecordError(
+                "the file repeats a record of another one", expected="an id of its own in the set",
+                found=f"{record.id!r} of {seen[record.id].name}", path=path,
+                remedy="Leave one of the files out, or freeze a set of its own for each.",
+            )  # fmt: skip
+        seen[record.id] = path
 
 
 def _questions(path: Path, file: FrozenFile) -> list[Question]:

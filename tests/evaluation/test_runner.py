@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from tests.evaluation.conftest import RECORDS, Nano
@@ -60,11 +61,19 @@ def evaluation(
 def test_results_of_another_engine_are_refused(
     frozen: FrozenSet, runner: ArmRunner, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    engine = SimpleNamespace(
-        manifest=runner.engine.manifest.model_copy(update=change), geometry=runner.engine.geometry
-    )  # fmt: skip
-    other = dataclasses.replace(runner, engine=engine)  # type: ignore[arg-type]
-    path = tmp_path / RESULTS
+    refuses_results_of(frozen, runner, tmp_path / RESULTS, manifest=runner.engine.manifest.model_copy(update=change))
+
+
+def test_results_of_another_device_are_refused(frozen: FrozenSet, runner: ArmRunner, tmp_path: Path) -> None:
+    """Kernels round otherwise than the reference, and a bfloat16 engine is opened on either."""
+    refuses_results_of(frozen, runner, tmp_path / RESULTS, device=torch.device("cuda", 1))
+
+
+def refuses_results_of(frozen: FrozenSet, runner: ArmRunner, path: Path, **change: Any) -> None:
+    """A run goes on with the same engine, and with none that differs in `change`."""
+    own = runner.engine
+    values = {"manifest": own.manifest, "geometry": own.geometry, "device": own.device, **change}
+    other = dataclasses.replace(runner, engine=SimpleNamespace(**values))  # type: ignore[arg-type]
     Journal(path, evaluation(frozen, runner, []).describe()).close()
     with pytest.raises(JournalError, match=r"of another run.*'engines'"):
         Journal(path, evaluation(frozen, other, []).describe())

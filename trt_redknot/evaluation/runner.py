@@ -62,7 +62,7 @@ class Evaluation:
             "asked": digest_json([[question.file, question.record.id] for question in self.questions]),
             "variants": [variant.to_json() for variant in self.variants],
             "engines": {
-                name: _engine_json(runner.engine.manifest, runner.engine.geometry)
+                name: _engine_json(runner.engine.manifest, runner.engine.geometry, runner.engine.device.type)
                 for name, runner in self.runners.items()
             },
             "answer_tokens": [self._base.short_tokens, self._base.longer_tokens],
@@ -166,7 +166,7 @@ class Evaluation:
         return make_prompt(question.record, self._base.tokenizer.encode, cutting)
 
 
-def _engine_json(manifest: EngineManifest, geometry: ModelGeometry) -> dict[str, Any]:
+def _engine_json(manifest: EngineManifest, geometry: ModelGeometry, device: str) -> dict[str, Any]:
     """What an engine's answers depend on."""
     return {
         "checkpoint": manifest.checkpoint_fingerprint,
@@ -177,4 +177,5 @@ def _engine_json(manifest: EngineManifest, geometry: ModelGeometry) -> dict[str,
         "identity": digest_json(asdict(manifest.artifact_identity(geometry))),
         "ranks": manifest.tp_size,
         "backend": manifest.backend,
+        "device": device,
     }

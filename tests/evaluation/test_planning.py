@@ -22,9 +22,9 @@ FLASH = released_geometry("flash")
 PROFILE = SplitProfile.default(FLASH)
 
 
-def bench_file(arms: dict[str, object]) -> dict[str, object]:
+def bench_file(arms: dict[str, object], length: int = 4096) -> dict[str, object]:
     """What run/bench_ttft.py writes of one length, as far as it is read here."""
-    lengths = [{"length": 4096, "documents": 3, "arms": arms}]
+    lengths = [{"length": length, "documents": 3, "arms": arms}]
     return {"geometry": "flash", "layers": 43, "layers_of": 43, "lengths": lengths}
 
 
@@ -100,6 +100,36 @@ def test_files_of_another_network_are_refused(tmp_path: Path, other: dict[str, o
     path.write_text(json.dumps(bench_file({}) | other))
     with pytest.raises(ConfigError, match="another network"):
         read_measured(path, "flash")
+
+
+def test_files_of_a_run_whose_arms_disagreed_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(bench_file({}) | {"check": [{"faults": []}, {"faults": ["segment 1: rms"]}]}))
+    with pytest.raises(ConfigError, match=r"wrong answers.*segment 1: rms"):
+        read_measured(path, "flash")
+    path.write_text(json.dumps(bench_file({}) | {"check": [{"faults": []}]}))
+    assert read_measured(path, "flash") == []
+
+
+def test_the_command_projects_with_the_tail_that_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = tmp_path / "bench.json"
+    figures = {"speedup": 1.5, "ledgers": {"token_rows": {"share": 0.3}}}
+    names = ("recompute", "full, budget 10%", "fast")
+    for tail in (None, 128):
+        more = {} if tail is None else {"tail": tail}
+        measured.write_text(json.dumps(bench_file(dict.fromkeys(names, figures), 65536) | more))
+        arguments = ["projections", "--length", "8192", "--measured", str(measured), "--json"]
+        evaluate_command(None).main(arguments, standalone_mode=False)
+        checks = {check["arm"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+        policies = {
+            "full, budget 10%": ReusePolicy(tail=32768 if tail is None else tail),
+            "fast": ReusePolicy(budget=0.05, tail=4096, epilogue="active"),
+        }
+        for name, policy in policies.items():
+            projected = project(FLASH, PROFILE, 65536, 3, policy).token_rows
+            assert checks[name]["projected_token_rows_saved"] == projected
 
 
 def test_the_command_says_that_it_projects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

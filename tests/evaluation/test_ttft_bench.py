@@ -75,6 +75,7 @@ def test_packed_experts_and_host_tiles_are_checked_timed_and_shown(geometry: Mod
     assert list(arms) == ["recompute", "full, budget 10%", "active, budget 10%", "fast"]
     assert all(arm["bytes_by_tier"]["host"] > 0 for name, arm in arms.items() if name != "recompute")
     assert machine.begun == 3
+    assert found["tail"] == wanted.tail
     for word in ("Protected rows against recomputation", "Time to first token", "Cold path", "Peak memory"):
         assert word in shown.getvalue()
     assert "FP8 experts" in render_page([found])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -19,11 +20,11 @@ from trt_redknot.evaluation.measured import read_measured
 if TYPE_CHECKING:
     from trt_redknot.evaluation.planning import Check, Projection
 
-# The arms of run/bench_ttft.py by name, with its defaults.
-_ARMS = {
-    "full, budget 10%": ReusePolicy(budget=0.10, epilogue="full"),
-    "active, budget 10%": ReusePolicy(budget=0.10, epilogue="active"),
-    "fast": ReusePolicy(budget=0.05, tail=4096, epilogue="active"),
+# The arms of run/bench_ttft.py by name, from its tail.
+_ARMS: dict[str, Callable[[int], ReusePolicy]] = {
+    "full, budget 10%": lambda tail: ReusePolicy(budget=0.10, tail=tail, epilogue="full"),
+    "active, budget 10%": lambda tail: ReusePolicy(budget=0.10, tail=tail, epilogue="active"),
+    "fast": lambda _: ReusePolicy(budget=0.05, tail=4096, epilogue="active"),
 }
 
 
@@ -60,7 +61,7 @@ def projections_command() -> click.Command:
         for point in read_measured(measured, name) if measured is not None else []:
             if point.arm not in _ARMS:
                 continue
-            beside = project(geometry, profile, point.length, point.documents, _ARMS[point.arm])
+            beside = project(geometry, profile, point.length, point.documents, _ARMS[point.arm](point.tail))
             checks.append(
                 Check(
                     length=point.length, arm=point.arm, projected_rows=beside.token_rows,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trt_redknot.config.policy import ReusePolicy
 from trt_redknot.errors import ConfigError
 
 _LIMIT = 64 << 20
@@ -15,10 +16,15 @@ _LIMIT = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPoint:
-    """One arm at one length: speed-up of the time to first token, and the share of token-rows that its plan saved."""
+    """One arm at one length: speed-up of the time to first token, and the share of token-rows that its plan saved.
+
+    Attributes:
+        tail: of the policies of the run, but for those of arms that have a tail of their own.
+    """
 
     length: int
     documents: int
+    tail: int
     arm: str
     speedup: float
     token_rows_saved: float
@@ -48,10 +54,17 @@ class _Length(_Loose):
     arms: dict[str, _Arm]
 
 
+class _Check(_Loose):
+    faults: list[str]
+
+
 class _Run(_Loose):
     geometry: str
     layers: int
     layers_of: int
+    # Earlier files name none: of the runs that are kept it is the default one.
+    tail: int = Field(default_factory=lambda: ReusePolicy().tail, ge=0)
+    check: list[_Check] = []
     lengths: list[_Length]
 
 
@@ -62,7 +75,8 @@ def read_measured(path: Path, geometry: str) -> list[MeasuredPoint]:
         geometry: name of the released network that was to be measured.
 
     Raises:
-        ConfigError: unreadable, no such file, or of another network: another geometry, or not all of its layers.
+        ConfigError: unreadable, no such file, of another network (another geometry, or not all of its layers), or of a
+            run whose arms disagreed.
     """
     try:
         if path.stat().st_size > _LIMIT:
@@ -84,10 +98,17 @@ def read_measured(path: Path, geometry: str) -> list[MeasuredPoint]:
             found=f"{found.layers} of {found.layers_of} layers of {found.geometry}", path=path,
             remedy="Name the geometry that was measured (--geometry); runs of some layers cannot be compared.",
         )  # fmt: skip
+    faults = [fault for check in found.check for fault in check.faults]
+    if faults:
+        raise ConfigError(
+            "the times of the bench file are those of wrong answers", expected="arms that agree",
+            found="; ".join(faults), path=path, remedy="Run the bench again on a machine on which its check passes.",
+        )  # fmt: skip
     return [
         MeasuredPoint(
             length=at.length,
             documents=at.documents,
+            tail=found.tail,
             arm=name,
             speedup=arm.speedup,
             token_rows_saved=arm.ledgers.token_rows.share,

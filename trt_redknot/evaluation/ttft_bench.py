@@ -174,6 +174,7 @@ def measure(
         "layers": geometry.layers,
         "layers_of": released_geometry(options.geometry).layers,
         "experts": options.experts,
+        "tail": options.tail,
         "artifacts": {"place": options.place, "format": options.form.value, "read_ahead": options.tiles.depth},
         "machine": machine.describe(),
         "check": [],

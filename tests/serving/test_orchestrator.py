@@ -31,7 +31,8 @@ from trt_redknot.serving.messages import (
 )
 from trt_redknot.serving.orchestrator import Orchestrator
 from trt_redknot.serving.rank import FrontEndLink
-from trt_redknot.serving.socket import Channel, ChannelError, Listener, connect
+from trt_redknot.serving.rankjob import RankJob
+from trt_redknot.serving.socket import MAX_FRAME_BYTES, Channel, ChannelError, Listener, connect
 from trt_redknot.serving.stream import Stream
 
 TIMEOUT_S = 120.0
@@ -120,6 +121,42 @@ def test_a_start_that_takes_too_long_is_ended(config: ServingConfig) -> None:
     with pytest.raises(LaunchError, match="not ready after"):
         Orchestrator.open(config, start_timeout_s=0.2)
     assert set(descendants(os.getpid())) <= below
+
+
+class FakeJob:
+    """Ranks of which the test says what sending to them does. They are there until the test ends the service."""
+
+    def __init__(self) -> None:
+        self.fault: ChannelError | None = None
+
+    def follow(self) -> None:
+        """Nothing connects."""
+
+    def send(self, message: object) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+    def stop(self, patience_s: float) -> None:
+        """Nothing runs."""
+
+
+def test_a_rank_that_is_gone_is_no_fault_of_the_request(config: ServingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the end of rank 0's connection and the moment at which its reader has told of it."""
+    job = FakeJob()
+    monkeypatch.setattr(RankJob, "start", lambda *_: job)
+    service = Orchestrator(config)
+    service._handle(0, {"op": "ready"})
+    here, there = (Channel(end, limit=1000) for end in socket.socketpair())
+    there.close()
+    for message, fault in (({"text": "x" * 1000}, ServingFault.TOO_LARGE), ({"text": "x"}, ServingFault.RANK_FAILED)):
+        with pytest.raises(ChannelError) as sent:
+            here.send(message)
+        job.fault = sent.value
+        with pytest.raises(ServingError) as caught:
+            service.submit(ask([{"tokens": [1]}]))
+        assert caught.value.fault is fault
+    here.close()
+    service.close()
 
 
 class FakeService:
@@ -295,6 +332,23 @@ def test_a_request_that_breaks_its_thread_is_told(linked: Linked) -> None:
     assert last is not None
     assert last["event"]["fault"] == "internal"
     # What a thread dies of is noted as a warning of the test that runs then: of this one.
+    for thread in threading.enumerate():
+        if "_answer" in thread.name:
+            thread.join(60)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_answer_that_cannot_be_sent_has_an_end_all_the_same(linked: Linked) -> None:
+    """The front end waits for the last event of every stream, whatever becomes of the one that was meant."""
+    service, channel, _, _ = linked
+    unfit: tuple[dict[str, object], ...] = ({"ttft_s": float("nan")}, {"long": "x" * MAX_FRAME_BYTES})
+    for number, report in enumerate(unfit):
+        channel.send(submission(number, request_id=f"r{number}"))
+        await_streams(service, number + 1)
+        service.streams[-1].put(DoneEvent(tokens=(), text="", tail="", finish_reason="stop", report=report))
+        last = channel.receive()
+        assert last is not None
+        assert (last["stream"], last["event"]["fault"]) == (number, "internal")
     for thread in threading.enumerate():
         if "_answer" in thread.name:
             thread.join(60)

@@ -29,7 +29,7 @@ from trt_redknot.serving.messages import (
     is_final,
 )
 from trt_redknot.serving.rankjob import RankJob
-from trt_redknot.serving.socket import ChannelError
+from trt_redknot.serving.socket import ChannelError, TooLargeError
 from trt_redknot.serving.stream import Stream
 
 START_TIMEOUT_S = 1800.0
@@ -129,7 +129,9 @@ class Orchestrator:
                 gone = self._state is not State.READY
             if gone:
                 raise self._gone() from error
-            raise ServingError(ServingFault.TOO_LARGE, str(error)) from error
+            # Rank 0 may be gone before the thread that reads its connection has told so.
+            fault = ServingFault.TOO_LARGE if isinstance(error, TooLargeError) else ServingFault.RANK_FAILED
+            raise ServingError(fault, str(error)) from error
         return stream
 
     def health(self) -> Health:

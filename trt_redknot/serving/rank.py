@@ -25,7 +25,7 @@ from trt_redknot.serving.messages import (
     ServingRequest,
     State,
 )
-from trt_redknot.serving.socket import Channel, ChannelError, connect
+from trt_redknot.serving.socket import Channel, ChannelError, TooLargeError, connect
 from trt_redknot.serving.stream import Stream
 
 if TYPE_CHECKING:
@@ -120,9 +120,10 @@ class FrontEndLink:
         # What is said if this thread breaks in a way nobody foresaw: the client waits.
         last: FailedEvent | None = FailedEvent(fault=ServingFault.INTERNAL, message="the service's log says more")
         try:
-            stream = self._service.submit(kind.parse(content))
+            self._forward(number, self._service.submit(kind.parse(content)))
             last = None
-            self._forward(number, stream)
+        except TooLargeError as error:
+            last = FailedEvent(fault=ServingFault.INTERNAL, message=str(error))
         except ServingError as error:
             last = FailedEvent(fault=error.fault, message=str(error))
         except RedKnotError as error:
@@ -145,8 +146,15 @@ class FrontEndLink:
         try:
             for event in stream:
                 self._send(number, event)
+        except TooLargeError:
+            raise
         except ChannelError:
-            stream.cancel()
+            # The front end is gone, and waits for nothing.
+            return
+        finally:
+            # What cannot be sent need not be computed.
+            if not stream.complete:
+                stream.cancel()
 
     def _send(self, number: int, event: Event) -> None:
         self._channel.send({"op": "event", "stream": number, "event": event.to_json()})

@@ -38,6 +38,10 @@ class ChannelError(RedKnotError):
     exit_code = 3
 
 
+class TooLargeError(ChannelError):
+    """An object is larger than a frame may be. Nothing of it was sent, and the channel goes on."""
+
+
 class Channel:
     """One end of a connection. Any thread may send; one thread receives.
 
@@ -55,11 +59,12 @@ class Channel:
         """Send one object, whole.
 
         Raises:
-            ChannelError: the other end is gone, or the object is larger than a frame may be.
+            ChannelError: the other end is gone.
+            TooLargeError: the object is larger than a frame may be.
         """
         content = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
         if len(content) > self._limit:
-            raise ChannelError("a message is too large", expected=f"at most {self._limit} bytes", found=len(content))
+            raise TooLargeError("a message is too large", expected=f"at most {self._limit} bytes", found=len(content))
         try:
             with self._sending:
                 self._socket.sendall(_HEADER.pack(len(content)) + content)

@@ -247,6 +247,17 @@ def test_a_service_of_this_process_is_measured(engine_dir: Path, tmp_path: Path)
     assert "<svg" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+def test_a_level_that_is_named_twice_runs_once(engine_dir: Path, tmp_path: Path) -> None:
+    """Rounds of two runs of one level would be taken for one round that lasts from the first to the second."""
+    sizes = ("--random", "2x30", "--question-tokens", "4", "--output-tokens", "2", "--rounds", "1", "--requests", "2")
+    levels = ("--concurrency", "2", "--concurrency", "2", "--rate", "50", "--rate", "50.0", "--warm-up", "0")
+    found = invoke(engine_dir, tmp_path, "--store", str(tmp_path / "store"), *sizes, *levels, "--json")
+    assert found.exception is None, found.output
+    report = json.loads(found.stdout)
+    assert [level["level"]["value"] for level in report["levels"]] == [2.0, 50.0]
+    assert [arm["sent"] for level in report["levels"] for arm in level["arms"]] == [2, 2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

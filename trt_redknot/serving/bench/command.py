@@ -85,7 +85,8 @@ def bench(
     levels += [Level(loop=Loop.OPEN, value=value) for value in rate]
     if not levels:
         raise RequestError("there is nothing to run", remedy="Name a --rate, or leave --no-closed out.")
-    plan = Plan(levels=tuple(levels), rounds=rounds, requests=requests, warm_up=warm_up)
+    # Once each: the rounds of two runs of a level would pass for one round.
+    plan = Plan(levels=tuple(dict.fromkeys(levels)), rounds=rounds, requests=requests, warm_up=warm_up)
     objective = Objective(
         ttft_s=None if slo_ttft_ms is None else slo_ttft_ms / 1e3,
         tpot_s=None if slo_tpot_ms is None else slo_tpot_ms / 1e3,

@@ -425,7 +425,8 @@ def test_an_error_message_is_taken_apart() -> None:
 
 
 def test_wrong_addresses_are_told() -> None:
-    for url in ("https://host:1", "http://", "ftp://host", "http://host:1/path"):
+    wrong = ("https://host:1", "http://", "ftp://host", "http://host:1/path", "http://host:http", "http://host:99999")
+    for url in (*wrong, "http://host:-1", "http://[::1"):
         with pytest.raises(RequestError, match="http://host:port"):
             TritonClient(url)
     with pytest.raises(LaunchError, match="does not answer"):

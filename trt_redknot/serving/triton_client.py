@@ -26,10 +26,15 @@ class TritonClient:
     """
 
     def __init__(self, url: str, *, timeout_s: float = 600.0) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
+        ill_formed = RequestError("the server's address is ill-formed", expected="http://host:port", found=url)
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            port = parts.port
+        except ValueError as error:
+            raise ill_formed from error
         if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
-            raise RequestError("the server's address is ill-formed", expected="http://host:port", found=url)
-        self._address = (parts.hostname, parts.port or 8000)
+            raise ill_formed
+        self._address = (parts.hostname, port or 8000)
         self._timeout_s = timeout_s
 
     def ready(self) -> bool:

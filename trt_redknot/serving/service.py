@@ -244,6 +244,9 @@ class Service:
             jobs = {job.number: job for job in [*self._jobs.values(), *self._inbox]}
         _log.error("the service has failed: %s", detail, extra={"event": "failed", "detail": detail})
         for job in jobs.values():
+            if job.stream.complete:
+                # In the turn that broke, and counted then.
+                continue
             self._metrics.ended(fault.value, job.kind)
             job.fail(fault, f"the service has failed: {detail}")
         if self._link.size > 1:

@@ -13,8 +13,10 @@ import torch
 from tests.artifacts.processes import Child
 from tests.artifacts.support import GEOMETRY, PROFILE, build_artifact, identity, part_values
 from trt_redknot.artifacts import ArtifactStore
+from trt_redknot.artifacts.files import Files
+from trt_redknot.artifacts.locks import acquire
 from trt_redknot.collectives import LocalCollectives
-from trt_redknot.errors import StoreError
+from trt_redknot.errors import BusyError, StoreError
 
 LOCAL = LocalCollectives()
 TOKENS = [5] * 30
@@ -82,6 +84,17 @@ def test_waiting_too_long_names_the_holder(tmp_path: Path) -> None:
     finally:
         child.kill()
     build_artifact(ArtifactStore(tmp_path), TOKENS, LOCAL, wait_s=5.0)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[" * 5000, b'{"pid": Infinity, "host": "h", "since": "s"}', b'{"pid": {}}', b"\xff"]
+)
+def test_a_holder_that_names_itself_wrongly_is_unknown(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "some.lock"
+    with acquire(Files(), path, what="it", timeout_s=0.0):
+        path.write_bytes(content)
+        with pytest.raises(BusyError, match="holder unknown"):
+            acquire(Files(), path, what="it", timeout_s=0.0)
 
 
 def test_gc_leaves_a_living_builder_alone(tmp_path: Path) -> None:

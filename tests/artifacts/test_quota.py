@@ -72,6 +72,26 @@ def test_a_spoiled_quota_stops_builds_and_says_so(tmp_path: Path, content: str) 
     build_artifact(store, document(1), LOCAL)
 
 
+def test_a_quota_is_read_as_what_anybody_may_have_put_there(tmp_path: Path) -> None:
+    """Nobody waits for the other end of a pipe, a link leads nowhere, and no more is read than a quota can be."""
+    store = ArtifactStore(tmp_path / "store")
+    store.set_quota(10**9)
+    record = tmp_path / "store" / ".quotas" / "default.json"
+    content = record.read_bytes()
+    os.truncate(record, 1 << 40)
+    with pytest.raises(StoreError, match=r"quota.*malformed"):
+        store.stat()
+    record.unlink()
+    (tmp_path / "elsewhere.json").write_bytes(content)
+    record.symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(StoreError, match=r"cannot be used.*default\.json"):
+        store.stat()
+    record.unlink()
+    os.mkfifo(record)
+    with pytest.raises(StoreError, match="cannot be used"):
+        store.stat()
+
+
 @pytest.mark.parametrize("quota", [0, -5])
 def test_a_quota_is_positive(tmp_path: Path, quota: int) -> None:
     with pytest.raises(StoreError, match="not positive"):

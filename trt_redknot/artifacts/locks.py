@@ -137,5 +137,5 @@ def _holder(fd: int) -> str:
     try:
         holder = json.loads(text)
         return f"pid {int(holder['pid'])} on {str(holder['host'])[:128]} since {str(holder['since'])[:40]}"
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return "unknown"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from typing import TYPE_CHECKING
 
-from trt_redknot.artifacts.files import ensure_folder, sync_folder, write_file
+from trt_redknot.artifacts.files import Descriptor, ensure_folder, sync_folder, write_file
 from trt_redknot.errors import StoreError
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from trt_redknot.artifacts.folder import StoreFolder
 
 _KEY = "capacity_bytes"
+_MAX_BYTES = 4096
 
 
 def quota_path(store: StoreFolder) -> Path:
@@ -25,7 +27,8 @@ def read_quota(store: StoreFolder) -> int | None:
     """Bytes, None where the namespace has no quota. StoreError where its record is malformed. OSError passes."""
     path = quota_path(store)
     try:
-        text = path.read_text(encoding="utf-8")
+        with Descriptor(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as target:
+            text = os.pread(target.fd, _MAX_BYTES, 0)
         quota = json.loads(text)[_KEY]
     except FileNotFoundError:
         return None

@@ -117,10 +117,14 @@ def write_page(path: Path, html: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(html)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(html)
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
     except OSError as error:
         raise ReportError(
             f"the report cannot be written: {error.strerror or error}", path=path, remedy="Name another file."

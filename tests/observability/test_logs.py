@@ -72,11 +72,12 @@ def test_store_events_are_told_with_their_fields(tmp_path: Path) -> None:
 
 
 def test_the_logger_is_left_as_it_was(tmp_path: Path) -> None:
-    logger = logging.getLogger("trt_redknot")
-    before = (logger.level, logger.propagate, list(logger.handlers))
-    with json_log(tmp_path / "log"):
+    logger, below = logging.getLogger("trt_redknot"), logging.getLogger("trt_redknot.store")
+    before = (logger.level, logger.propagate, list(logger.handlers), below.isEnabledFor(logging.DEBUG))
+    with json_log(tmp_path / "log", level=logging.DEBUG):
         assert not logger.propagate
-    assert (logger.level, logger.propagate, list(logger.handlers)) == before
+        assert below.isEnabledFor(logging.DEBUG)
+    assert (logger.level, logger.propagate, list(logger.handlers), below.isEnabledFor(logging.DEBUG)) == before
     with pytest.raises(StoreError, match="log cannot be written"), json_log(tmp_path / "no" / "log"):
         pass
 

@@ -63,7 +63,9 @@ def json_log(target: Path | str, *, rank: int = 0, level: int = logging.INFO) ->
         yield
     finally:
         logger.removeHandler(handler)
-        logger.level, logger.propagate = before
+        # Not the attribute: loggers below remember what they are enabled for.
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
         handler.close()
 
 

@@ -15,19 +15,22 @@ from trt_redknot.serving.triton import TritonFrontEnd
 
 
 class Sender:
-    """Triton's response sender; from response `fails` on it raises."""
+    """Triton's response sender; from response `fails` on it raises, up to `recovers`."""
 
-    def __init__(self, fails: int) -> None:
+    def __init__(self, fails: int, recovers: int | None = None) -> None:
         self._fails = fails
+        self._recovers = recovers
         self.sent = 0
+        self.last: object = None
 
     def is_cancelled(self) -> bool:
         return False
 
     def send(self, response: object, flags: int) -> None:
         self.sent += 1
-        if self.sent >= self._fails:
+        if self.sent >= self._fails and self.sent != self._recovers:
             raise RuntimeError("the stub cannot send")
+        self.last = response if flags else None
 
 
 class Request:
@@ -114,6 +117,19 @@ def test_an_answer_that_cannot_be_sent_is_cancelled(fails: int) -> None:
     front_end.answer(Request({"question": [1]}, sender))
     assert service.cancelled.wait(30)
     front_end.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_last_response_that_cannot_be_sent_is_followed_by_an_error() -> None:
+    """A client without a last response would wait forever; an error takes less room than a report."""
+    service, sender = Service(), Sender(1, recovers=2)
+    front_end = TritonFrontEnd(service, Utils)
+    service.stream.put(DoneEvent(tokens=(1,), text="a", tail="", finish_reason="length", report={}))
+    front_end.answer(Request({"question": [1]}, sender))
+    front_end.close()
+    assert sender.sent == 2
+    assert isinstance(sender.last, dict)
+    assert isinstance(sender.last["error"], TritonError)
 
 
 def test_an_answer_that_was_sent_is_not_cancelled() -> None:

@@ -477,3 +477,6 @@ def test_a_port_in_use_is_found_before_anything_starts() -> None:
         http, metrics = free_ports(2)
         with pytest.raises(LaunchError, match=rf"127.0.0.1:{port} to be free for grpc.*--grpc-port"):
             Endpoints(host="127.0.0.1", http=http, grpc=port, metrics=metrics).check()
+    with pytest.raises(LaunchError, match=rf"127.0.0.1:{http} to be free for metrics.*--metrics-port"):
+        Endpoints(host="127.0.0.1", http=http, grpc=port, metrics=http).check()
+    Endpoints(host="127.0.0.1", http=http, grpc=port, metrics=metrics).check()

@@ -260,8 +260,8 @@ class _Answer:
                 tensor("report", np.array([json.dumps(report).encode() if final else b""], dtype=np.object_)),
             ]
         )
-        self._done = final
         self._sender.send(response, flags=self._utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
+        self._done = final
 
     def _fail(self, fault: ServingFault, message: str) -> None:
         self._done = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -38,15 +39,17 @@ class Endpoints:
     metrics: int
 
     def check(self) -> None:
-        """Raise LaunchError for the first port that cannot be listened on: the server would find it after all ranks
-        have loaded the engine."""
-        for name in ("http", "grpc", "metrics"):
-            port: int = getattr(self, name)
-            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            with socket.socket(family) as trial:
+        """Raise LaunchError for the first port that cannot be listened on, because it is another one's or named twice:
+        the server would find it after all ranks have loaded the engine."""
+        with contextlib.ExitStack() as held:
+            for name in ("http", "grpc", "metrics"):
+                port: int = getattr(self, name)
+                family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+                trial = held.enter_context(socket.socket(family))
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     trial.bind((self.host, port))
+                    trial.listen()
                 except OSError as error:
                     raise LaunchError(
                         "a port cannot be listened on", expected=f"{self.host}:{port} to be free for {name}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -122,6 +123,45 @@ def test_closed_pipe_is_quiet(tmp_path: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=60) == 1
+
+
+@pytest.mark.parametrize("made", [Path.stat, Path.mkdir, Path.read_bytes])
+def test_what_the_system_refuses_is_one_line(
+    made: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ("x" * 5000)
+
+    def command() -> None:
+        made(path)
+
+    assert status_of(command) == 2
+    assert capsys.readouterr().err == f"error: the operating system refused: File name too long, in {path}\n"
+
+
+def _shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", line, "bash", sys.executable], capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | environment,
+    )  # fmt: skip
+
+
+def test_a_full_disk_under_stdout_is_one_line() -> None:
+    for command in ("version", "--help"):
+        ended = _shell(f'"$1" -m trt_redknot {command} > /dev/full')
+        assert (ended.returncode, ended.stderr) == (2, "error: the operating system refused: No space left on device\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_do_not_stop_a_command(closed: str) -> None:
+    ended = _shell(f'"$1" -m trt_redknot version {closed}')
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_stdout_without_the_characters_of_a_result_shows_them_escaped() -> None:
+    code = "from trt_redknot.cli.command import run_command; run_command(lambda: print('caf\\xe9 \\udcff'))"
+    for encoding, shown in (("ascii:strict", "caf\\xe9 \\udcff\n"), ("utf-8:strict", "caf\xe9 \\udcff\n")):
+        ended = _shell(f'"$1" -c "{code}"', PYTHONIOENCODING=encoding)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, shown, "")
 
 
 def test_help_lists_every_command_and_names_the_scripts() -> None:

@@ -40,9 +40,10 @@ def run_command(
 ) -> NoReturn:
     """Run `command` and leave the process with its exit status (None is 0).
 
-    A :class:`RedKnotError` becomes one line ``error: ...`` on stderr and the error's `exit_code`; a usage error of
-    click is shown with its usage line; an interrupt leaves with 130; a closed pipe ends quietly. Any other exception
-    is a bug and keeps its traceback.
+    A :class:`RedKnotError` becomes one line ``error: ...`` on stderr and the error's `exit_code`; so does what the
+    operating system refuses (a name that is too long, a folder without permission, a full disk under stdout). A usage
+    error of click is shown with its usage line; an interrupt leaves with 130; a closed pipe ends quietly. Any other
+    exception is a bug and keeps its traceback.
 
     With a communicator every rank must call this. Standard output belongs to rank 0. When the ranks fail together the
     error is printed once and all leave with the same status; when one fails alone it prints its error and aborts the
@@ -51,6 +52,7 @@ def run_command(
     Args:
         grace_s: seconds that a rank that failed waits for the others to end before it takes the whole job down.
     """
+    _make_streams_whole()
     if comm is None or comm.Get_size() == 1:
         outcome = _attempt(command)
         _print_error(outcome.message)
@@ -106,10 +108,39 @@ def _attempt(command: Callable[[], int | None]) -> _Outcome:
     except (KeyboardInterrupt, click.Abort):
         return _Outcome(code=INTERRUPTED, message="interrupted")
     except BrokenPipeError:
-        # What is still buffered would fail again when the interpreter flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return _Outcome(code=1)
+    except OSError as error:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_stdout()
+        refusal = _refusal(error)
+        return _Outcome(code=refusal.exit_code, message=f"error: {refusal}")
     return _Outcome(code=code)
+
+
+def _refusal(error: OSError) -> RedKnotError:
+    reason = error.strerror or str(error) or type(error).__name__
+    where = None if error.filename is None else os.fsdecode(error.filename)
+    return RedKnotError(f"the operating system refused: {reason}", path=where)
+
+
+def _make_streams_whole() -> None:
+    """Give the process the standard streams that its starter closed, and a stdout that can print every text.
+
+    The file that is opened first gets the number of a closed stream, and what libraries print would go into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _drop_stdout() -> None:
+    # What is still buffered would fail again when the interpreter flushes at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _merge(outcomes: list[_Outcome]) -> tuple[int, str]:
@@ -130,7 +161,7 @@ def _merge(outcomes: list[_Outcome]) -> tuple[int, str]:
 def _print_error(message: str) -> None:
     if not message:
         return
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
 
 

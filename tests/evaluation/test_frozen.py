@@ -52,6 +52,17 @@ def test_a_longer_file_is_refused_with_both_digests(folder: Path) -> None:
         open_frozen(folder)
 
 
+def test_a_manifest_is_written_whole_or_refused(folder: Path) -> None:
+    path = folder / "one.jsonl"
+    with pytest.raises(RecordError, match="named twice"):
+        freeze(folder, "again", [path, folder / "." / "one.jsonl"], short=2, longer=1)
+    assert open_frozen(folder)[0].name == "mine"
+    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).mkdir()
+    with pytest.raises(RecordError, match="the manifest cannot be written"):
+        freeze(folder, "again", [path], short=2, longer=1)
+
+
 def test_missing_files_and_manifests_are_refused(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(RecordError, match="cannot be read"):
         open_frozen(tmp_path_factory.mktemp("empty"))

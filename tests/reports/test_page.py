@@ -147,10 +147,9 @@ def test_page_is_written_in_one_step_or_refused(tmp_path: Path) -> None:
     write_page(path, "two")
     assert path.read_text(encoding="utf-8") == "two"
     assert [entry.name for entry in path.parent.iterdir()] == ["report.html"]
-    with pytest.raises(ReportError, match="cannot be written"):
-        write_page(path / "below a file" / "report.html", "three")
-    with pytest.raises(ReportError, match="cannot be written"):
-        write_page(path.parent, "three")
+    for refused in (path / "below a file" / "report.html", path.parent):
+        with pytest.raises(ReportError, match="cannot be written"):
+            write_page(refused, "three")
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["deep", "report.html"]
 
 

@@ -17,6 +17,7 @@ from trt_redknot.cli.output import Output
 from trt_redknot.cli.store_options import METRICS_OPTION, watched_store
 from trt_redknot.errors import RequestError
 from trt_redknot.launch import world_communicator
+from trt_redknot.textfile import replace_text
 
 if TYPE_CHECKING:
     from trt_redknot.artifacts.store import ArtifactStore
@@ -103,7 +104,6 @@ def _no_text(text: str) -> list[int]:
 
 def _write_list(path: Path, ids: dict[str, object]) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(ids, indent=1) + "\n", encoding="utf-8")
+        replace_text(path, json.dumps(ids, indent=1) + "\n")
     except OSError as error:
         raise RequestError(f"the list cannot be written: {error.strerror or error}", path=path) from error

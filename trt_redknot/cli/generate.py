@@ -16,6 +16,7 @@ from trt_redknot.cli.store_options import METRICS_OPTION, watched_store
 from trt_redknot.errors import EngineError, RequestError
 from trt_redknot.observability.logs import json_log
 from trt_redknot.request.file import read_request
+from trt_redknot.textfile import replace_text
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -93,8 +94,7 @@ def _text(engine_dir: Path, response: Response) -> str | None:
 
 def _write(path: Path, value: object) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        replace_text(path, json.dumps(value, indent=1) + "\n")
     except OSError as error:
         raise RequestError(
             f"the response cannot be written: {error.strerror or error}", path=path,

@@ -13,6 +13,7 @@ from trt_redknot.config.documents import read_json_object, validated_json
 from trt_redknot.digests import digest_file, digest_json
 from trt_redknot.errors import ConfigError
 from trt_redknot.evaluation.records import Record, RecordError, read_records
+from trt_redknot.textfile import replace_text
 
 MANIFEST = "records.json"
 SHORT, LONGER = 10, 5
@@ -59,11 +60,14 @@ def freeze(directory: Path, name: str, files: Sequence[Path], *, short: int = SH
     """Write the manifest of record files that lie in `directory`; each has `short` + `longer` records.
 
     Raises:
-        RecordError: a file lies elsewhere, is ill-formed or has another number of records, or two files have a record.
+        RecordError: a file lies elsewhere, is named twice, is ill-formed or has another number of records, two files
+            have a record, or the manifest cannot be written.
     """
     pinned: list[FrozenFile] = []
     read: list[tuple[Path, Record]] = []
     for path in files:
+        if path.name in {file.name for file in pinned}:
+            raise RecordError("a record file is named twice", path=path, remedy="Name it once.")
         if path.parent.resolve() != directory.resolve():
             raise RecordError("the file does not lie beside the manifest", expected=directory, found=path.parent)
         records = read_records(path)
@@ -78,7 +82,11 @@ def freeze(directory: Path, name: str, files: Sequence[Path], *, short: int = SH
         pinned.append(FrozenFile(name=path.name, bytes=size, digest=digest, short=short, longer=longer))
     _refuse_repeated(read)
     frozen = FrozenSet(name=name, files=tuple(pinned))
-    (directory / MANIFEST).write_text(json.dumps(frozen.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+    path = directory / MANIFEST
+    try:
+        replace_text(path, json.dumps(frozen.model_dump(mode="json"), indent=1) + "\n")
+    except OSError as error:
+        raise RecordError(f"the manifest cannot be written: {error.strerror or error}", path=path) from error
     return frozen
 
 

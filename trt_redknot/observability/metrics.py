@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +13,7 @@ from prometheus_client.registry import Collector
 from trt_redknot.admission.reasons import FallbackReason
 from trt_redknot.errors import StoreError
 from trt_redknot.observability.events import Lookup, Purpose, Tier
+from trt_redknot.textfile import replace_text
 
 if TYPE_CHECKING:
     from trt_redknot.artifacts.store import ArtifactStore
@@ -100,16 +99,10 @@ class StoreMetrics:
         Raises:
             StoreError: it cannot be written.
         """
-        target = Path(path)
-        beside = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(self.text(), encoding="utf-8")
-            beside.replace(target)
+            replace_text(Path(path), self.text())
         except OSError as error:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
-            raise StoreError(f"the metrics cannot be written: {error.strerror or error}", path=target) from error
+            raise StoreError(f"the metrics cannot be written: {error.strerror or error}", path=path) from error
 
 
 _GAUGES = {

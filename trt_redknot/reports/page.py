@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from trt_redknot.reports.report import Ledger
 from trt_redknot.reports.rowmap import CLASS_NAMES, PARTS, class_codes, reason_counts, row_map, segment_names
 from trt_redknot.reports.tables import admission_text
 from trt_redknot.request.rows import RowPlan
+from trt_redknot.textfile import replace_text
 
 if TYPE_CHECKING:
     from trt_redknot.engine.response import Response
@@ -115,16 +114,7 @@ def write_page(path: Path, html: str) -> None:
         ReportError: the file cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(html)
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        replace_text(path, html)
     except OSError as error:
         raise ReportError(
             f"the report cannot be written: {error.strerror or error}", path=path, remedy="Name another file."

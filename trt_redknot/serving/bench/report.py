@@ -13,6 +13,7 @@ from trt_redknot.errors import StoreError
 from trt_redknot.reports.charts import Frame, Point, lines
 from trt_redknot.serving.bench.records import Arm, Loop
 from trt_redknot.serving.bench.statistics import ArmFigures, Interval, LevelFigures
+from trt_redknot.textfile import replace_text
 
 _Figure = Callable[[ArmFigures], Point | None]
 
@@ -83,7 +84,7 @@ def page(figures: Sequence[LevelFigures], header: Mapping[str, object], objectiv
 def write_page(path: Path, content: str) -> None:
     """Raises StoreError where the page cannot be written."""
     try:
-        path.write_text(content, encoding="utf-8")
+        replace_text(path, content)
     except OSError as error:
         raise StoreError(f"the page cannot be written: {error.strerror or error}", path=path) from error
 

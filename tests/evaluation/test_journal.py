@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +50,45 @@ def test_a_kill_before_the_first_line_leaves_a_new_file(tmp_path: Path) -> None:
     path.write_bytes(b'{"records": "mi')
     Journal(path, run_of()).close()
     assert read_journal(path) == (run_of(), [])
+
+
+@pytest.mark.parametrize(
+    "content", [b"notes without a line break", b'{"a": 1}\nthe last of many notes', b"\xff\xfe\n\xff"]
+)
+def test_a_file_of_someone_else_is_refused_and_untouched(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(JournalError):
+        Journal(path, run_of())
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: run.clear(),
+        lambda run: run.pop(random.choice(list(run))),
+        lambda run: run.update(variants="policy"),
+        lambda run: run.update(variants=["policy"]),
+        lambda run: run["variants"][0].pop(random.choice(["name", "axis", "value"])),
+    ],
+)
+def test_a_first_line_that_is_no_run_is_refused(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+    path = fill(tmp_path / "results.jsonl", 2)
+    run, *pairs = path.read_text(encoding="utf-8").splitlines()
+    values = json.loads(run)
+    change(values)
+    path.write_text("\n".join([json.dumps(values), *pairs, ""]), encoding="utf-8")
+    with pytest.raises(JournalError, match="the first line does not describe a run"):
+        read_journal(path)
+
+
+def test_a_pair_that_would_be_counted_twice_is_refused(tmp_path: Path) -> None:
+    path = fill(tmp_path / "results.jsonl", 3)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([*lines, lines[2], ""]), encoding="utf-8")
+    with pytest.raises(JournalError, match="the pair of line 5 is there twice, found r1 of policy"):
+        read_journal(path)
 
 
 def test_results_of_another_run_are_refused_and_untouched(tmp_path: Path) -> None:

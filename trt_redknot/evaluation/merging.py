@@ -35,7 +35,7 @@ def read_results(folders: Sequence[Path]) -> tuple[dict[str, Any], list[PairResu
     run, pairs = read_journal(first / RESULTS)
     if not others:
         return run, pairs
-    asked, known = [run["asked"]], {(pair.variant, pair.id) for pair in pairs}
+    asked, known = [run.get("asked")], {(pair.variant, pair.id) for pair in pairs}
     left_out = list(run.get("left_out", []))
     for folder in others:
         further, more = read_journal(folder / RESULTS)
@@ -54,7 +54,7 @@ def read_results(folders: Sequence[Path]) -> tuple[dict[str, Any], list[PairResu
             )  # fmt: skip
         known |= {(pair.variant, pair.id) for pair in more}
         pairs += more
-        asked.append(further["asked"])
+        asked.append(further.get("asked"))
         left_out += further.get("left_out", [])
         run["questions"] += further["questions"]
     return {**run, "asked": digest_json(asked), "left_out": left_out}, pairs

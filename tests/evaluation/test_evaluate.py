@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from tests.evaluation.conftest import RECORDS, Nano
@@ -142,6 +143,20 @@ def test_a_sweep_compares_engines_and_policies(nano: Nano, tmp_path: Path) -> No
     for exact, rounded in zip(base, by_variant["engine=fp8"], strict=True):
         assert exact.kl != rounded.kl
         assert exact.recompute.tokens == rounded.recompute.tokens
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sweep", "--engine", "none", "--also", "base=none"],
+        ["sweep", "--engine", "none", "--also", "a=none", "--also", "a=other"],
+        ["report", "--group", "a=x", "--group", "a=y"],
+    ],
+)
+def test_a_name_that_would_hide_another_is_refused(arguments: list[str], tmp_path: Path) -> None:
+    records = SHORT if arguments[0] == "sweep" else []
+    with pytest.raises(click.UsageError, match="is taken"):
+        evaluate(*arguments, "--output", str(tmp_path), *records)
 
 
 @pytest.mark.parametrize(

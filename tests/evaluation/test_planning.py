@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import click
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,6 +131,12 @@ def test_the_command_projects_with_the_tail_that_was_measured(
         for name, policy in policies.items():
             projected = project(FLASH, PROFILE, 65536, 3, policy).token_rows
             assert checks[name]["projected_token_rows_saved"] == projected
+
+
+def test_more_than_the_network_has_positions_for_is_refused() -> None:
+    for option in ("--length", "--documents"):
+        with pytest.raises(click.BadParameter, match="is not in the range"):
+            evaluate_command(None).main(["projections", option, str(10**20)], standalone_mode=False)
 
 
 def test_the_command_says_that_it_projects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

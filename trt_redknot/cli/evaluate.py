@@ -108,7 +108,7 @@ def _sweep_command(comm: Intracomm | None) -> click.Command:
     )
     def sweep_(axes: tuple[str, ...], also: tuple[str, ...], **options: Any) -> None:
         """Both arms of every record, with one thing after the other varied."""
-        further = dict(_pair(text, "--also") for text in also)
+        further = _named(also, "--also", (BASE_ENGINE,))
         _evaluate(
             comm, options,
             lambda policy, multiple, names: sweep(policy, axes or AXES, multiple=multiple, engines=names),
@@ -211,7 +211,7 @@ def _report_command() -> click.Command:
         from trt_redknot.evaluation.merging import of_all_variants, read_results, result_folders
         from trt_redknot.evaluation.summary import QuestionGroup, summarise
 
-        named = [QuestionGroup.parse(*_pair(text, "--group")) for text in groups]
+        named = [QuestionGroup.parse(*pair) for pair in _named(groups, "--group").items()]
         run, pairs = read_results(result_folders(output))
         kept = of_all_variants(run, pairs) if complete else pairs
         _publish(Output(), output, summarise(run, kept, Evidence.ARCHIVED, named), as_json=as_json)
@@ -272,6 +272,17 @@ def _policy(settings: tuple[str, ...]) -> ReusePolicy:
         raise RequestError(
             f"the reuse policy is ill-formed: {error.problem}", remedy="The keys are in docs/policy.md."
         ) from error
+
+
+def _named(texts: tuple[str, ...], option: str, taken: tuple[str, ...] = ()) -> dict[str, str]:
+    """NAME=VALUE texts by name. Raises UsageError for a name that is taken or given twice: one would hide the other."""
+    named: dict[str, str] = {}
+    for text in texts:
+        name, value = _pair(text, option)
+        if name in named or name in taken:
+            raise click.UsageError(f"{option}: the name {name!r} is taken; choose another.")
+        named[name] = value
+    return named
 
 
 def _pair(text: str, option: str) -> tuple[str, str]:

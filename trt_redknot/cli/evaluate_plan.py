@@ -36,12 +36,12 @@ def projections_command() -> click.Command:
     @click.option(
         "--length",
         "lengths",
-        type=click.IntRange(1024),
+        type=click.IntRange(1024, 1 << 20),
         multiple=True,
         default=(65536, 131072, 262144, 440000),
         show_default=True,
     )
-    @click.option("--documents", type=click.IntRange(1), default=8, show_default=True)
+    @click.option("--documents", type=click.IntRange(1, 1024), default=8, show_default=True)
     @click.option("--budget", type=FiniteRange(0, 1), default=0.10, show_default=True)
     @click.option("--epilogue", type=click.Choice(["full", "active"]), default="full", show_default=True)
     @click.option("--measured", type=click.Path(path_type=Path), help="A file of run/bench_ttft.py to compare with.")

@@ -26,15 +26,10 @@ class TritonClient:
     """
 
     def __init__(self, url: str, *, timeout_s: float = 600.0) -> None:
-        ill_formed = RequestError("the server's address is ill-formed", expected="http://host:port", found=url)
-        try:
-            parts = urlsplit(url if "//" in url else f"http://{url}")
-            port = parts.port
-        except ValueError as error:
-            raise ill_formed from error
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
-            raise ill_formed
-        self._address = (parts.hostname, port or 8000)
+        address = _address(url)
+        if address is None:
+            raise RequestError("the server's address is ill-formed", expected="http://host:port", found=url)
+        self._address = address
         self._timeout_s = timeout_s
 
     def ready(self) -> bool:
@@ -91,6 +86,19 @@ class TritonClient:
                 f"the server does not answer: {str(error) or type(error).__name__}", path=f"http://{host}:{own_port}",
                 remedy="Is it running, and is this its HTTP port?",
             ) from error  # fmt: skip
+
+
+def _address(url: str) -> tuple[str, int] | None:
+    """Host and port of an URL; None where it is none, or no connection could be made with its host or port."""
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+            return None
+        parts.hostname.encode("idna")
+        connection = http.client.HTTPConnection(parts.hostname, parts.port or 8000)
+    except (ValueError, http.client.InvalidURL):
+        return None
+    return connection.host, connection.port
 
 
 class _Call:

@@ -7,7 +7,7 @@ python="${PYTHON:-$root/.venv/bin/python}"
 if [[ ! -x "$python" ]]; then
   python="$(command -v python3 || true)"
 fi
-if [[ -z "$python" ]] || ! PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$python" -c 'import trt_redknot' 2>/dev/null; then
+if [[ -z "$python" ]] || ! PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$python" -c 'import trt_redknot.serving.triton_launch' 2>/dev/null; then
   echo "error: no Python that can import trt_redknot, tried ${python:-python3}. Run make venv, or set PYTHON." >&2
   exit 2
 fi

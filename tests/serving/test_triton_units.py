@@ -260,7 +260,7 @@ while :; do sleep 0.05; done"""
         assert [path.name for path in temporary.iterdir()] == ([] if room else ["redknot-mpi-1"])
 
 
-def test_the_script_explains_itself() -> None:
+def test_the_script_explains_itself(tmp_path: Path) -> None:
     script = [str(ROOT / "run" / "serve_triton.sh")]
     shown = subprocess.run([*script, "--help"], capture_output=True, text=True, timeout=60, check=True)
     assert "orchestrator|leader" in shown.stdout
@@ -271,6 +271,16 @@ def test_the_script_explains_itself() -> None:
         env={"PATH": "/usr/bin:/bin", "PYTHON": "/bin/false"},
     )  # fmt: skip
     assert (alone.returncode, "no Python that can import trt_redknot" in alone.stderr) == (2, True)
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n', encoding="utf-8")
+    bare.chmod(0o755)
+    without = subprocess.run(
+        script, capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"PYTHON": str(bare)}
+    )
+    assert without.returncode == 2
+    assert without.stderr == (
+        f"error: no Python that can import trt_redknot, tried {bare}. Run make venv, or set PYTHON.\n"
+    )
 
 
 class FakeMetric:
@@ -425,8 +435,10 @@ def test_an_error_message_is_taken_apart() -> None:
 
 
 def test_wrong_addresses_are_told() -> None:
-    wrong = ("https://host:1", "http://", "ftp://host", "http://host:1/path", "http://host:http", "http://host:99999")
-    for url in (*wrong, "http://host:-1", "http://[::1"):
+    for url in (
+        "https://host:1", "http://", "ftp://host", "http://host:1/path", "http://host:99999", "http://host:x",
+        "http://[::1", "http://host:-1", "http://a b", "http://" + "x" * 64, "http://\udcff",
+    ):  # fmt: skip
         with pytest.raises(RequestError, match="http://host:port"):
             TritonClient(url)
     with pytest.raises(LaunchError, match="does not answer"):

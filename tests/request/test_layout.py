@@ -107,6 +107,7 @@ def test_request_file(tmp_path: Path) -> None:
     [
         ("", "ill-formed"),
         ("[]", "expected a JSON object"),
+        ('{"segments": [{"artifact": "a", "edits": {"3": 4, "03": 5}}]}', "'segments.0.edits.03' is invalid"),
         ('{"segments": [], "temperature": 1}', "'temperature' is unknown"),
         ('{"segments": [{"text": "a", "tokens": [1]}]}', "either artifact, or tokens, or text"),
         ('{"segments": [{}]}', "either artifact, or tokens, or text"),

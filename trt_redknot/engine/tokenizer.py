@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from trt_redknot.errors import EngineError
+from trt_redknot.errors import EngineError, RequestError
 
 
 class EngineTokenizer:
@@ -33,6 +33,14 @@ class EngineTokenizer:
             raise EngineError("the tokenizer cannot be read", found=error, path=path) from error
 
     def encode(self, text: str) -> list[int]:
+        """Ids of `text`. Raises RequestError for half a surrogate pair: bytes of an argument that are not UTF-8."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                "the text is not Unicode", expected="text that UTF-8 can hold",
+                found=f"{text[error.start]!a} at position {error.start}",
+            ) from error  # fmt: skip
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     @cached_property

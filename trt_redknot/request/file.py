@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from trt_redknot.config.documents import read_json_object, validated_json
 from trt_redknot.config.policy import ReusePolicy
@@ -24,11 +25,16 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+def _position(key: object) -> object:
+    """A JSON key as a position, where it is written as numbers are: "3" and "03" in one object would be one."""
+    return int(key) if isinstance(key, str) and re.fullmatch(r"0|-?[1-9][0-9]{0,18}", key) else key
+
+
 class SegmentFile(StrictModel):
     """One segment: an artifact (with edits, and tokens to fall back on), or tokens, or text."""
 
     artifact: str | None = None
-    edits: dict[int, int] = Field(default_factory=dict)
+    edits: dict[Annotated[int, BeforeValidator(_position)], int] = Field(default_factory=dict)
     tokens: list[int] | None = None
     text: str | None = None
 

@@ -4,6 +4,7 @@ twice."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -14,6 +15,8 @@ import click
 
 from trt_redknot.cli.command import run_command
 from trt_redknot.cli.output import Output
+from trt_redknot.config.parse import load_geometry
+from trt_redknot.engine.manifest import MANIFEST
 from trt_redknot.errors import LaunchError
 from trt_redknot.launch import mpirun_command, mpirun_environment
 
@@ -32,6 +35,24 @@ def run(title: str, command: Sequence[str], out: Output) -> None:
     out.note(f"   {time.perf_counter() - started:.1f} s")
 
 
+def remove_engine(folder: Path) -> None:
+    """Remove the engine of an earlier demo. Raises LaunchError for what is none: it may have taken hours to build."""
+    if not os.path.lexists(folder):
+        return
+    try:
+        ours = (
+            json.loads((folder / MANIFEST).read_bytes())["geometry_digest"] == load_geometry(NANO / "checkpoint").digest
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise LaunchError(
+            "the folder holds something else than an engine of the demo", path=folder,
+            remedy="Name another --output, or remove it.",
+        )  # fmt: skip
+    shutil.rmtree(folder)
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--output", type=click.Path(path_type=Path), default=PROJECT / "demo", help="Folder to work in.")
 @click.option("--ranks", type=click.IntRange(1), default=2, show_default=True, help="Tensor-parallel ranks.")
@@ -46,8 +67,10 @@ def main(output: Path, ranks: int, kind: str) -> None:
         raise click.UsageError(f"--kind: expected one of {', '.join(questions)}, found {kind}.")
     question, answer = questions[kind]["question"], questions[kind]["answer"]
     documents = [str(path) for path in sorted((NANO / "documents").glob("*.txt"))]
+    # The steps run in the project's folder.
+    output = output.absolute()
     # The engine is made anew each time; the store stays, so a second run finds its artifacts.
-    shutil.rmtree(output / "engine", ignore_errors=True)
+    remove_engine(output / "engine")
     build = ["build_engine.py", "--checkpoint", str(NANO / "checkpoint"), "--output", str(output / "engine")]
     run(f"an engine of the nano checkpoint for {ranks} ranks", mpirun_command(ranks, build), out)
     places = ["--engine", str(output / "engine"), "--store", str(output / "store")]

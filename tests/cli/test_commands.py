@@ -146,6 +146,10 @@ CHECKPOINTS: dict[str, tuple[Callable[[World, Path], Path], list[str]]] = {
     "config not JSON": (spoiled("config.json", lambda path: path.write_text("{")), ["config.json", "not valid JSON"]),
     "config of another network": (spoiled("config.json", edit_json(hidden_size=72)), ["spoiled"]),
     "config with a wrong type": (spoiled("config.json", edit_json(hidden_size="wide")), ["hidden_size", "wide"]),
+    "a link in place of the tokenizer": (
+        spoiled("tokenizer.json", lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n")),
+        ["tokenizer cannot be read", "tokenizer.json", "Fetch the file again"],
+    ),
     "config of another model": (spoiled("config.json", edit_json(model_type="llama")), ["llama"]),
 }
 
@@ -435,6 +439,19 @@ def test_artifacts_build_builds(world: World, run: Callable[..., Outcome], tmp_p
     outcome = build(run, world, "--store", tmp_path / "store", tmp_path / "ids.json", "--json")
     assert outcome.code == 0, outcome
     assert [row["artifact_id"] for row in json.loads(outcome.out)] == [world.artifact_id]
+
+
+def test_a_list_never_loses_a_document(world: World, run: Callable[..., Outcome], tmp_path: Path) -> None:
+    for folder, extra in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ids.json").write_text(json.dumps([*DOCUMENT, extra]), encoding="utf-8")
+    listed, store = tmp_path / "list.json", tmp_path / "store"
+    one, other = tmp_path / "a" / "ids.json", tmp_path / "b" / "ids.json"
+    outcome = build(run, world, "--store", store, one, other, "--list", listed)
+    assert_one_line(outcome, "cannot tell two documents apart", f"found {one} and {other}")
+    assert not list(tmp_path.rglob("certificate.json"))
+    assert build(run, world, "--store", store, one, one, "--list", listed).code == 0
+    assert list(json.loads(listed.read_text(encoding="utf-8"))) == ["ids.json"]
 
 
 DOCUMENTS: dict[str, tuple[str, bytes, list[str]]] = {

@@ -54,6 +54,8 @@ def build(
     engine = Engine.open(engine_dir, world_communicator(), device=device)
     out = Output(engine.collectives.rank)
     files = find_documents(paths)
+    if list_file is not None:
+        _check_names(files)
     tokenizer = EngineTokenizer(engine_dir) if any(path.suffix != ".json" for path in files) else None
     documents = [read_document(path, tokenizer.encode if tokenizer else _no_text) for path in files]
     # All of them before the first is built: a long run does not end at a document that could never do.
@@ -100,6 +102,17 @@ def _build_all(
 
 def _no_text(text: str) -> list[int]:
     raise AssertionError(f"{len(text)} characters of text without a tokenizer")
+
+
+def _check_names(files: list[Path]) -> None:
+    """Raises RequestError where the list would have one id for two files."""
+    first: dict[str, Path] = {}
+    for path in files:
+        if first.setdefault(path.name, path).absolute() != path.absolute():
+            raise RequestError(
+                "the list cannot tell two documents apart", expected="file names that differ",
+                found=f"{first[path.name]} and {path}", remedy="Rename one, or build them in two calls.",
+            )  # fmt: skip
 
 
 def _write_list(path: Path, ids: dict[str, object]) -> None:

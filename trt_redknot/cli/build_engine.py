@@ -105,6 +105,7 @@ Examples:
         from trt_redknot.engine.build import BuildOptions, build_torch_engine
         from trt_redknot.engine.tensorrt.build import build_tensorrt_engine, plan_specs, progress_steps
         from trt_redknot.engine.tensorrt.platform import find_platform
+        from trt_redknot.engine.tokenizer import EngineTokenizer
         from trt_redknot.reports.estimate import show_estimate
         from trt_redknot.reports.fitting import find_memory
         from trt_redknot.reports.plans import plans_to_json, show_plans
@@ -152,6 +153,9 @@ Examples:
                 remedy=f"Start it with: mpirun -n {ranks} python -m mpi4py build_engine.py --tp {ranks} ...",
             )  # fmt: skip
         opened = Checkpoint.open(checkpoint, geometry)
+        if (checkpoint / EngineTokenizer.FILE).is_file():
+            # The engine is asked with it: a damaged one is told now, not after hours of building.
+            EngineTokenizer(checkpoint)
         options = BuildOptions(
             dtype=cast('Literal["float64", "float32", "bfloat16"]', dtype), artifact_format=form, max_length=max_length,
             chunk_rows=chunk_rows, experts=cast("ExpertStorage", experts),

@@ -279,7 +279,10 @@ def _publish(manifest: EngineManifest, staging: Path, output: Path) -> RedKnotEr
             file.flush()
             os.fsync(file.fileno())
         if output.exists():
-            return EngineError("the output appeared while the engine was built", path=output)
+            return EngineError(
+                "the output appeared while the engine was built", path=output,
+                remedy="Use it if another build made it, or choose another --output.",
+            )  # fmt: skip
         staging.rename(output)
         folder = os.open(output.parent, os.O_RDONLY)
         try:

@@ -30,7 +30,9 @@ class EngineTokenizer:
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:
-            raise EngineError("the tokenizer cannot be read", found=error, path=path) from error
+            raise EngineError(
+                "the tokenizer cannot be read", found=error, path=path, remedy="Fetch the file again."
+            ) from error
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`. Raises RequestError for half a surrogate pair: bytes of an argument that are not UTF-8."""

@@ -40,12 +40,10 @@ def remove_engine(folder: Path) -> None:
     if not os.path.lexists(folder):
         return
     try:
-        ours = (
-            json.loads((folder / MANIFEST).read_bytes())["geometry_digest"] == load_geometry(NANO / "checkpoint").digest
-        )
+        found = json.loads((folder / MANIFEST).read_bytes())["geometry_digest"]
     except (OSError, ValueError, KeyError, TypeError):
-        ours = False
-    if not ours:
+        found = None
+    if found != load_geometry(NANO / "checkpoint").digest:
         raise LaunchError(
             "the folder holds something else than an engine of the demo", path=folder,
             remedy="Name another --output, or remove it.",

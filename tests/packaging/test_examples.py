@@ -16,21 +16,25 @@ from transformers import AutoTokenizer, DeepseekV4ForCausalLM
 
 from trt_redknot.config.geometry import AttentionKind, RouterKind
 from trt_redknot.config.parse import load_geometry
-from trt_redknot.errors import CheckpointError
+from trt_redknot.errors import CheckpointError, LaunchError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DOCUMENTS = sorted((EXAMPLES / "documents").glob("*.txt"))
 TOKENIZER = AutoTokenizer.from_pretrained(EXAMPLES / "tokenizer")
 
 
-@pytest.fixture(scope="module")
-def writer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_checkpoint", EXAMPLES / "make_checkpoint.py")
+def script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def writer() -> ModuleType:
+    return script(EXAMPLES / "make_checkpoint.py")
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +128,27 @@ def test_same_seed_same_bytes_another_seed_other_weights(writer: ModuleType, che
 def test_an_output_in_use_is_refused(writer: ModuleType, checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="the output is in use"):
         writer.write_checkpoint(checkpoint, 7, torch.float32)
+
+
+@pytest.mark.parametrize("content", [None, "notes", "{}", '{"geometry_digest": "' + "0" * 64 + '"}'])
+def test_the_demo_removes_no_engine_but_its_own(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo = script(EXAMPLES.parent / "run" / "demo.py")
+    steps: list[list[str]] = []
+    monkeypatch.setattr(demo, "run", lambda title, command, out: steps.append(command))
+    monkeypatch.chdir(tmp_path)
+    engine = tmp_path / "work" / "engine"
+    engine.mkdir(parents=True)
+    manifest = engine / "engine.json"
+    if content is not None:
+        manifest.write_text(content, encoding="utf-8")
+    with pytest.raises(LaunchError, match=r"something else than an engine of the demo.*Name another --output"):
+        demo.main(["--output", "work"], standalone_mode=False)
+    assert (engine.is_dir(), steps) == (True, [])
+    digest = load_geometry(EXAMPLES / "nano" / "checkpoint").digest
+    manifest.write_text(json.dumps({"geometry_digest": digest}), encoding="utf-8")
+    demo.main(["--output", "work"], standalone_mode=False)
+    assert not engine.exists()
+    # The steps run elsewhere, so they are told where this folder is.
+    assert str(engine) in steps[0]
